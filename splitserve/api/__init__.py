@@ -1,0 +1,1 @@
+"""api *speaks*: OpenAI schemas, server-sent events, errors as HTTP; nothing else knows HTTP."""

@@ -1,0 +1,1 @@
+"""cli *starts*: the command line."""

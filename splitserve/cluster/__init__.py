@@ -1,0 +1,1 @@
+"""cluster *supervises*: start, watch, restart, drain."""

@@ -1,0 +1,1 @@
+"""engine *schedules*: queues, the token budget of a step, chunked prefill, preemption, abort."""

@@ -1,0 +1,64 @@
+"""The two values that cross the border between control and data: a step's plan and its result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from splitserve.kv.format import KVFormat
+from splitserve.sampling import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Sample one token from the logits of an item's last position.
+
+    A pure function of these fields and the logits (design 3.9). The output index of the token drawn
+    is len(output_ids).
+    """
+
+    sampling: Sampling
+    prompt_ids: list[int]
+    output_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanItem:
+    """Part of one sequence in a step: compute positions [start, start + len(token_ids)).
+
+    block_ids is the sequence's block table and covers at least that range: position p lives in
+    block block_ids[p // block_size], slot p % block_size. KV of positions below start is there.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    start: int
+    block_ids: list[int]
+    draw: Draw | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One forward pass. `items` hold at least one token in all; a request appears at most once."""
+
+    items: list[PlanItem] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(item.token_ids) for item in self.items)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gave: per item of the plan, in its order, the token drawn or None."""
+
+    token_ids: list[int | None]
+
+
+class Runner(Protocol):
+    """Executes plans. Implementations: `model.runner.TorchRunner`, `model.simulated.SimulatedRunner`."""
+
+    @property
+    def kv_format(self) -> KVFormat: ...
+
+    def execute(self, plan: StepPlan) -> StepResult: ...

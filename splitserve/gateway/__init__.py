@@ -1,0 +1,1 @@
+"""gateway *accepts*: the whole journey of one request."""

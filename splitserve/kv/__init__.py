@@ -1,0 +1,1 @@
+"""kv *remembers*: keys, block table, references, prefix cache, leases, quarantine. No tensors."""

@@ -1,0 +1,1 @@
+"""router *picks*: filters, scores, a picker."""

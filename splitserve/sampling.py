@@ -1,0 +1,29 @@
+"""What a client may ask of the sampler: data only, shared by gateway, scheduler and runner."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Resolved sampling parameters of one choice.
+
+    temperature: 0 is greedy (argmax, lowest id on ties); else logits are divided by it.
+    top_k: keep the k most likely tokens; 0 keeps all.
+    top_p: keep the smallest set whose probability reaches top_p, in (0, 1]; 1 keeps all.
+    min_p: keep tokens with probability >= min_p x the largest, in [0, 1]; 0 keeps all.
+    Order of the filters: temperature, min_p, top_k, top_p (as in vLLM).
+    seed: the effective 64-bit seed, always set by the gateway.
+    choice: index of the choice within its request.
+    max_tokens: at most so many output tokens, >= 1.
+    stop_ids: token ids that end the answer: the model's EOS ids and the client's stop ids.
+    """
+
+    seed: int
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    choice: int = 0
+    stop_ids: tuple[int, ...] = ()

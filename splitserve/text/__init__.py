@@ -1,0 +1,1 @@
+"""text *reads and writes*: chat template, tokenizing, incremental detokenizing, stop strings."""

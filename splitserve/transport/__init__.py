@@ -1,0 +1,1 @@
+"""transport *moves*: bytes between pools."""

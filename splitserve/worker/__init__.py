@@ -1,0 +1,1 @@
+"""worker *hosts*: one worker process."""
