@@ -17,7 +17,9 @@ class SplitserveError(Exception):
     advice: str = "This is a fault of the server. Retry; if it stays, report the request id."
     retry_after_s: float | None = None
 
-    def __init__(self, message: str, *, param: str | None = None, advice: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, param: str | None = None, advice: str | None = None
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param

@@ -1,0 +1,119 @@
+"""The connector contract: who calls what, when, how often, and with what effect.
+
+Two sides behind one name, as in vLLM's KVConnectorBase_V1. Both live in a worker process. The
+scheduler side decides and is called by the engine thread between steps. The worker side moves bytes
+on threads of its own; its methods are called by the engine thread, return at once, and report
+through `poll`.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from splitserve.kv.lease import Lease
+from splitserve.sampling import Sampling
+from splitserve.wire import Offer
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffState:
+    """What an offer says of the sequence besides its blocks."""
+
+    num_tokens: int
+    num_prompt_tokens: int
+    output_ids: list[int]
+    sampling: Sampling
+    keys: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class SealDone:
+    """Digests of a lease's blocks are ready: xxh3-128 of each, or none in mode `lease`."""
+
+    lease_id: str
+    digests: list[bytes]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class FetchJob:
+    """Copy offer.block_ids[source[i]] of the source's pool into our block target[i]."""
+
+    request_id: str
+    offer: Offer
+    source: list[int]
+    target: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class FetchDone:
+    """A fetch is over and nothing touches its target blocks any more.
+
+    proof is "digest" or "lease" if the blocks may be used, None if not; `reason` then says why.
+    """
+
+    request_id: str
+    proof: str | None
+    seconds: float
+    num_bytes: int
+    reason: str = ""
+
+
+class SchedulerSide(abc.ABC):
+    """Decides. Called by the engine thread, between steps; must not block."""
+
+    @abc.abstractmethod
+    def make_offer(self, lease: Lease, state: HandoffState, digests: list[bytes]) -> Offer:
+        """Once per prefill leg, after `SealDone` of its lease."""
+
+    @abc.abstractmethod
+    def check_offer(self, offer: Offer, keys: Sequence[bytes], num_tokens: int) -> None:
+        """Once per decode leg, before blocks are reserved for it.
+
+        keys and num_tokens are what the reader computed itself from the request's tokens. Raise
+        TransferFailed or FormatMismatch, naming both values, if the offer is of something else.
+        """
+
+
+class WorkerSide(abc.ABC):
+    """Moves bytes between the pool and elsewhere, on its own threads."""
+
+    @abc.abstractmethod
+    def start_seal(self, lease: Lease) -> None:
+        """Once per prefill leg, when its blocks are leased: begin to digest them."""
+
+    @abc.abstractmethod
+    def start_fetch(self, job: FetchJob) -> None:
+        """Once per decode leg that lacks blocks: begin to copy. The target blocks are the job's
+        until its `FetchDone`, which always comes."""
+
+    @abc.abstractmethod
+    def cancel_fetch(self, request_id: str) -> None:
+        """The request is gone: end its fetch soon. Its `FetchDone` still comes."""
+
+    @abc.abstractmethod
+    def end_lease(self, offer: Offer) -> None:
+        """Nothing had to move: tell the source that this reader needs its lease no more."""
+
+    @abc.abstractmethod
+    def poll(self) -> list[SealDone | FetchDone]:
+        """Before each step: what ended since the last call, each exactly once."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Once, at the end: stop the threads, close sockets and mappings."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connector:
+    """Both sides of one connector, by its registered name."""
+
+    name: str
+    scheduler: SchedulerSide
+    worker: WorkerSide
+
+
+Wake = Callable[[], None]
+"""Called from any thread to end the engine loop's wait: `poll` has something."""

@@ -1,0 +1,297 @@
+"""The engine: one step is three calls, `schedule`, `execute`, `update`.
+
+It turns wire messages into sequences and what happens to them into wire notices. It knows no
+sockets and no tensors: the worker process hosts it, a test drives it by hand.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from splitserve import wire
+from splitserve.clock import Clock
+from splitserve.connector.base import Connector, FetchDone, HandoffState, SealDone
+from splitserve.engine.scheduler import Drawn, Scheduler
+from splitserve.engine.sequence import Sequence, Status
+from splitserve.engine.step import Runner, StepPlan, StepResult
+from splitserve.errors import SplitserveError, WorkerFault
+from splitserve.kv.keys import root_key
+from splitserve.kv.lease import Lease
+from splitserve.kv.table import BlockTable
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Outbox:
+    """What the gateway has to hear of, since the last frame."""
+
+    tokens: list[wire.Token] = field(default_factory=list)
+    notices: list[wire.Notice] = field(default_factory=list)
+    step_s: float = 0.0
+    step_tokens: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.tokens or self.notices)
+
+
+class Engine:
+    """One worker's engine. All methods are called by one thread, between steps."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        connector: Connector,
+        clock: Clock,
+        identity: bytes,
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.connector = connector
+        self.clock = clock
+        self.outbox = Outbox()
+        self._identity = identity
+        self._sequences: dict[str, Sequence] = {}
+        self._unsealed: dict[str, tuple[Lease, Sequence]] = {}  # by lease id
+        self._leases_by_request: dict[str, str] = {}
+        self._num_arrived = 0
+
+    # --- messages
+
+    def submit(self, message: wire.Submit) -> None:
+        """Start a leg; what is wrong with it comes back as its End."""
+        now = self.clock.now()
+        pool = self.scheduler.pool
+        sequence = Sequence(
+            request_id=message.request_id,
+            leg=message.leg,
+            prompt_ids=list(message.prompt_ids),
+            output_ids=list(message.output_ids),
+            sampling=message.sampling,
+            table=BlockTable(pool, root_key(self._identity, message.salt)),
+            number=self._num_arrived,
+            arrived_s=now,
+            deadline_s=now + message.deadline_s,
+            offer=message.offer,
+        )
+        self._num_arrived += 1
+        try:
+            self._check_submit(sequence)
+        except SplitserveError as error:
+            if message.offer is not None:
+                self.outbox.notices.append(wire.FetchFailed(sequence.request_id, error.message))
+            else:
+                self._end(sequence.request_id, "error", error.code, error.message)
+            return
+        self._sequences[sequence.request_id] = sequence
+        self.scheduler.add(sequence)
+
+    def _check_submit(self, sequence: Sequence) -> None:
+        if sequence.request_id in self._sequences:
+            raise WorkerFault(f"Request id {sequence.request_id} is in use on this worker.")
+        if not sequence.prompt_ids or sequence.num_output_left < 1:
+            raise WorkerFault("A leg needs a prompt, and room for at least one more token.")
+        pool = self.scheduler.pool
+        longest = len(sequence.prompt_ids) + sequence.sampling.max_tokens
+        if -(-longest // pool.block_size) > pool.num_blocks:
+            raise WorkerFault(
+                f"{longest} tokens can't fit a pool of {pool.num_blocks * pool.block_size}."
+            )
+        if sequence.offer is not None:
+            keys = sequence.table.block_keys(sequence.tokens[: sequence.offer.num_tokens])
+            self.connector.scheduler.check_offer(sequence.offer, keys, len(sequence.tokens) - 1)
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request: its sequence, or the lease that it left."""
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is not None:
+            if sequence.status is Status.FETCHING:
+                self.connector.worker.cancel_fetch(request_id)
+            self.scheduler.abort(sequence, self.clock.now())
+        lease_id = self._leases_by_request.pop(request_id, None)
+        if lease_id is not None:
+            self.scheduler.leases.release(lease_id)
+
+    def release(self, lease_id: str) -> None:
+        self.scheduler.leases.release(lease_id)
+
+    def renew(self, lease_id: str) -> None:
+        self.scheduler.leases.renew(lease_id, self.clock.now())
+
+    # --- progress
+
+    def pump(self) -> None:
+        """Take in what happened outside: ended leases, digests, fetches. Then start fetches."""
+        now = self.clock.now()
+        for lease in self.scheduler.collect_leases(now):
+            self._leases_by_request.pop(lease.request_id, None)
+        for event in self.connector.worker.poll():
+            if isinstance(event, SealDone):
+                self._offer(event)
+            else:
+                self._end_fetch(event)
+        for job in self.scheduler.admit_fetches(now):
+            sequence = self._sequences[job.request_id]
+            queued = now - sequence.arrived_s
+            self.outbox.notices.append(wire.FetchStarted(job.request_id, queued))
+            if job.target:
+                self.connector.worker.start_fetch(job)
+            else:
+                self.connector.worker.end_lease(job.offer)
+                self._end_fetch(FetchDone(job.request_id, "local", 0.0, 0))
+
+    def step(self) -> bool:
+        """One step, if there is anything to compute. False: wait for something from outside."""
+        now = self.clock.now()
+        plan = self.scheduler.schedule(now)
+        self._tell_preempted()
+        if not plan.items:
+            return False
+        self._tell_started(plan, now)
+        plan, result = self._execute(plan)
+        after = self.clock.now()
+        for drawn in self.scheduler.update(plan, result, after):
+            self._tell_drawn(drawn, after)
+        self.outbox.step_s += after - now
+        self.outbox.step_tokens += plan.num_tokens
+        return True
+
+    def take_outbox(self) -> Outbox:
+        taken, self.outbox = self.outbox, Outbox()
+        return taken
+
+    def view(self) -> wire.View:
+        scheduler = self.scheduler
+        counts = scheduler.pool.counts()
+        waiting = (*scheduler.waiting, *scheduler.running)
+        return wire.View(
+            waiting=len(scheduler.waiting) + len(scheduler.fetch_queue),
+            running=len(scheduler.running),
+            fetching=len(scheduler.fetching),
+            free_blocks=scheduler.pool.num_available,
+            leased_blocks=scheduler.pool.num_leased(),
+            quarantined_blocks=counts["quarantined"],
+            total_blocks=scheduler.pool.num_blocks,
+            waiting_tokens=sum(x.num_remaining for x in waiting if not x.is_decoding),
+            preemptions=scheduler.num_preemptions,
+            admits_prefill=scheduler.admits_prefill,
+        )
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing queued, running, fetching, leased or in quarantine."""
+        return (
+            not self._sequences
+            and not self.scheduler.leases.num_active
+            and not self.scheduler.pool.num_quarantined
+        )
+
+    def check(self) -> None:
+        """Assert the invariants; when idle, also that every block is free or cached."""
+        self.scheduler.check()
+        if self.is_idle:
+            counts = self.scheduler.pool.counts()
+            assert counts["free"] + counts["cached"] == self.scheduler.pool.num_blocks, counts
+            assert not self._unsealed or not self._leases_by_request
+
+    # --- inside
+
+    def _execute(self, plan: StepPlan) -> tuple[StepPlan, StepResult]:
+        """Run the plan. If the runner raises, run its items one by one, so that only those ends
+        that fail alone; writing the same KV again is harmless."""
+        try:
+            return plan, self.runner.execute(plan)
+        except Exception as error:
+            if len(plan.items) == 1:
+                self._fail(plan.items[0].request_id, error)
+                return StepPlan(), StepResult([])
+            log.exception("a step of %d sequences failed, running each alone", len(plan.items))
+        items, tokens = [], []
+        for item in plan.items:
+            alone, result = self._execute(StepPlan([item]))
+            items += alone.items
+            tokens += result.token_ids
+        return StepPlan(items), StepResult(tokens)
+
+    def _fail(self, request_id: str, error: Exception) -> None:
+        log.error("request %s failed in a step: %r", request_id, error)
+        self.scheduler.abort(self._sequences.pop(request_id), self.clock.now())
+        code = error.code if isinstance(error, SplitserveError) else WorkerFault.code
+        self._end(request_id, "error", code, f"{type(error).__name__}: {error}")
+
+    def _tell_preempted(self) -> None:
+        for sequence in self.scheduler.take_preempted():
+            self.outbox.notices.append(wire.Preempted(sequence.request_id))
+
+    def _tell_started(self, plan: StepPlan, now: float) -> None:
+        for item in plan.items:
+            sequence = self._sequences[item.request_id]
+            if sequence.started_s == now and sequence.cached_tokens is not None:
+                queued = now - sequence.arrived_s
+                self.outbox.notices.append(
+                    wire.Started(item.request_id, queued, sequence.cached_tokens)
+                )
+
+    def _tell_drawn(self, drawn: Drawn, now: float) -> None:
+        sequence = drawn.sequence
+        request_id = sequence.request_id
+        index = len(sequence.output_ids) - 1
+        self.outbox.tokens.append(wire.Token(request_id, index, drawn.token_id))
+        if sequence.num_drawn == 1 and sequence.leg is not wire.Leg.DECODE:
+            assert sequence.started_s is not None
+            computed = len(sequence.tokens) - 1 - (sequence.cached_tokens or 0)
+            self.outbox.notices.append(
+                wire.PrefillEnded(request_id, now - sequence.started_s, computed)
+            )
+        if drawn.end is not None:
+            del self._sequences[request_id]
+            self._end(request_id, drawn.end)
+        elif drawn.lease is not None:
+            del self._sequences[request_id]
+            self._unsealed[drawn.lease.lease_id] = (drawn.lease, sequence)
+            self._leases_by_request[request_id] = drawn.lease.lease_id
+            self.connector.worker.start_seal(drawn.lease)
+
+    def _offer(self, event: SealDone) -> None:
+        lease, sequence = self._unsealed.pop(event.lease_id)
+        if lease.ended is not None:
+            return
+        num_tokens = len(sequence.tokens) - 1
+        state = HandoffState(
+            num_tokens=num_tokens,
+            num_prompt_tokens=len(sequence.prompt_ids),
+            output_ids=list(sequence.output_ids),
+            sampling=sequence.sampling,
+            keys=list(sequence.table.block_keys(sequence.tokens[:num_tokens])),
+        )
+        offer = self.connector.scheduler.make_offer(lease, state, event.digests)
+        self.outbox.notices.append(wire.Offered(sequence.request_id, offer, event.seconds))
+
+    def _end_fetch(self, event: FetchDone) -> None:
+        ok = event.proof is not None
+        sequence = self.scheduler.end_fetch(event.request_id, ok)
+        if sequence is None:
+            return
+        if not ok:
+            del self._sequences[event.request_id]
+            self.outbox.notices.append(wire.FetchFailed(event.request_id, event.reason))
+            return
+        assert sequence.offer is not None
+        assert event.proof is not None
+        size = self.scheduler.pool.block_size
+        moved = -(-event.num_bytes // max(1, sequence.offer.format.block_bytes)) * size
+        reused = max(0, sequence.offer.num_tokens - moved) if event.num_bytes else None
+        self.outbox.notices.append(
+            wire.FetchEnded(
+                event.request_id,
+                event.seconds,
+                event.num_bytes,
+                sequence.offer.num_tokens if reused is None else reused,
+                event.proof,
+            )
+        )
+
+    def _end(self, request_id: str, reason: str, code: str = "", message: str = "") -> None:
+        self.outbox.notices.append(wire.End(request_id, reason, code, message))

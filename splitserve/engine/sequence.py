@@ -1,0 +1,69 @@
+"""One leg of a request inside the engine."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from splitserve.kv.table import BlockTable
+from splitserve.sampling import Sampling
+from splitserve.wire import Leg, Offer
+
+
+class Status(enum.Enum):
+    WAITING = enum.auto()  # in the queue, holds no blocks
+    FETCHING = enum.auto()  # its KV is on the way into held blocks
+    RUNNING = enum.auto()  # has blocks, part of every step
+    DONE = enum.auto()  # left the engine
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Tokens, blocks and progress of one leg. `tokens` = prompt_ids + output_ids, always."""
+
+    request_id: str
+    leg: Leg
+    prompt_ids: list[int]
+    output_ids: list[int]
+    sampling: Sampling
+    table: BlockTable
+    number: int  # order of arrival: lower is older
+    arrived_s: float
+    deadline_s: float
+    offer: Offer | None = None
+    tokens: list[int] = field(default_factory=list)
+    num_computed: int = 0  # KV of positions [0, num_computed) is in the blocks
+    status: Status = Status.WAITING
+    cached_tokens: int | None = None  # set at the first admission, never again (design §6)
+    started_s: float | None = None
+    held: list[int] = field(default_factory=list)  # target blocks of a fetch
+    num_drawn: int = 0  # tokens drawn by this leg
+
+    def __post_init__(self) -> None:
+        self.tokens = self.prompt_ids + self.output_ids
+
+    @property
+    def num_remaining(self) -> int:
+        """Positions to compute before the next token can be drawn; 1 while decoding."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.num_computed == len(self.tokens) - 1
+
+    @property
+    def num_output_left(self) -> int:
+        return self.sampling.max_tokens - len(self.output_ids)
+
+    def append(self, token_id: int) -> None:
+        self.output_ids.append(token_id)
+        self.tokens.append(token_id)
+        self.num_drawn += 1
+
+    def end_reason(self) -> str | None:
+        """Why the answer ends with the token drawn last, or None."""
+        if self.output_ids and self.output_ids[-1] in self.sampling.stop_ids:
+            return "stop"
+        if len(self.output_ids) >= self.sampling.max_tokens:
+            return "length"
+        return None

@@ -1,0 +1,262 @@
+"""The messages between gateway and native workers: what they carry and their version (design §6).
+
+One ZeroMQ message has two parts: the wire version (ASCII decimal, compared before anything is
+decoded) and a msgpack list of one tagged message. Nothing is ever unpickled.
+
+History:
+  1  first version.
+"""
+
+from __future__ import annotations
+
+import enum
+import msgspec
+
+from splitserve.errors import FormatMismatch
+from splitserve.kv.format import KVFormat, ModelIdentity
+from splitserve.sampling import Sampling
+
+WIRE_VERSION = 1
+_VERSIONS_ACCEPTED = (1,)
+
+
+class Leg(enum.StrEnum):
+    """Which part of a request a worker does."""
+
+    WHOLE = "whole"  # prefill and decode here
+    PREFILL = "prefill"  # prefill, draw one token, offer the KV
+    DECODE = "decode"  # fetch the offered KV, continue
+
+
+class Role(enum.StrEnum):
+    """What a worker is for. A value that routing reads, not a class."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """KV that a prefill worker holds for a reader: immutable and sufficient by itself (design 3.3).
+
+    Covers positions [0, num_tokens): blocks block_ids[i] of the source's pool, in order. keys[i]
+    names block i; the last block has no key when it is not full, and travels by value.
+    """
+
+    lease_id: str
+    lease_s: float  # time left when offered, by the source's monotonic clock
+    worker_id: str
+    epoch: str
+    transport: str
+    address: str
+    identity: bytes  # ModelIdentity.digest() of the source
+    format: KVFormat
+    num_tokens: int
+    num_prompt_tokens: int  # the prompt/output boundary among num_tokens
+    output_ids: list[int]  # all output so far, the token drawn after prefill included
+    sampling: Sampling
+    block_ids: list[int]
+    keys: list[bytes]
+    digests: list[bytes]  # xxh3-128 of each block's bytes, or empty: then only a confirm proves
+
+
+# --- gateway to worker ----------------------------------------------------------------------------
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    """Start a leg. output_ids are tokens the client already has: a resumed request brings them."""
+
+    request_id: str
+    leg: Leg
+    prompt_ids: list[int]
+    output_ids: list[int]
+    sampling: Sampling
+    salt: str = ""  # tenant's salt: roots the keys, so that tenants share no cache
+    offer: Offer | None = None
+    deadline_s: float = 600.0  # time left for the whole request
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """Forget a request at the next step boundary. Unknown ids are ignored: it may have ended."""
+
+    request_id: str
+
+
+class Release(msgspec.Struct, frozen=True, tag="release"):
+    """End a lease: no reader will come."""
+
+    lease_id: str
+
+
+class Renew(msgspec.Struct, frozen=True, tag="renew"):
+    """Keep a lease for another term, bounded by its request's deadline."""
+
+    lease_id: str
+
+
+class Resend(msgspec.Struct, frozen=True, tag="resend"):
+    """Repeat the frames numbered from `first` on."""
+
+    first: int
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """Exit now; the gateway has drained what it wanted drained."""
+
+
+# --- worker to gateway ----------------------------------------------------------------------------
+
+
+class View(msgspec.Struct, frozen=True):
+    """What a worker tells of itself with each frame."""
+
+    waiting: int = 0
+    running: int = 0
+    fetching: int = 0
+    free_blocks: int = 0  # free and cached: what an allocation can have
+    leased_blocks: int = 0
+    quarantined_blocks: int = 0
+    total_blocks: int = 0
+    waiting_tokens: int = 0  # prompt tokens not yet computed, queued or partly done
+    preemptions: int = 0
+    admits_prefill: bool = True
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """A worker is ready: sent once per connection, and again when asked."""
+
+    worker_id: str
+    epoch: str
+    role: Role
+    pid: int
+    identity: ModelIdentity
+    format: KVFormat
+    num_blocks: int
+    max_model_len: int
+    vocab_size: int
+    exact_rows: int | None  # rows that exact mode pads to; None: not in exact mode
+    max_batched_tokens: int
+
+
+class Token(msgspec.Struct, frozen=True, array_like=True):
+    """Output token number `index` of a request."""
+
+    request_id: str
+    index: int
+    token_id: int
+
+
+class Started(msgspec.Struct, frozen=True, tag="started"):
+    """A leg left the queue: a prefill began to compute, or a decode leg joined the batch."""
+
+    request_id: str
+    queued_s: float
+    cached_tokens: int
+
+
+class PrefillEnded(msgspec.Struct, frozen=True, tag="prefill_ended"):
+    """The token after prefill was drawn; queue and transfer not included."""
+
+    request_id: str
+    prefill_s: float
+    computed_tokens: int
+
+
+class Offered(msgspec.Struct, frozen=True, tag="offered"):
+    """The KV of a prefill leg can be fetched."""
+
+    request_id: str
+    offer: Offer
+    seal_s: float  # time the digests took
+
+
+class FetchStarted(msgspec.Struct, frozen=True, tag="fetch_started"):
+    """The decode worker has blocks and begins to copy."""
+
+    request_id: str
+    queued_s: float
+
+
+class FetchEnded(msgspec.Struct, frozen=True, tag="fetch_ended"):
+    """The transfer ended, with a proof."""
+
+    request_id: str
+    transfer_s: float
+    num_bytes: int
+    reused_tokens: int  # granules that the receiver had already, in tokens
+    proof: str  # "digest", "lease", "local" (nothing had to move)
+
+
+class FetchFailed(msgspec.Struct, frozen=True, tag="fetch_failed"):
+    """The KV could not be had, or came without a proof; nothing of it was used."""
+
+    request_id: str
+    reason: str
+
+
+class Preempted(msgspec.Struct, frozen=True, tag="preempted"):
+    """The request lost its blocks and waits to be computed again."""
+
+    request_id: str
+
+
+class End(msgspec.Struct, frozen=True, tag="end"):
+    """The worker's part is over: `stop`, `length`, or `error` with code and message."""
+
+    request_id: str
+    reason: str
+    code: str = ""
+    message: str = ""
+
+
+Notice = Union[
+    Started, PrefillEnded, Offered, FetchStarted, FetchEnded, FetchFailed, Preempted, End
+]
+
+
+class Frame(msgspec.Struct, frozen=True, tag="frame"):
+    """One engine step, or a sign of life of the engine loop. Numbered per (epoch, gateway).
+
+    Notices are in causal order; a request's tokens of this frame come before its End.
+    """
+
+    number: int
+    tokens: list[Token]
+    notices: list[Notice]
+    view: View
+    step_s: float = 0.0
+    step_tokens: int = 0
+
+
+ToWorker = Submit | Abort | Release | Renew | Resend | Stop
+ToGateway = Hello | Frame
+
+_encoder = msgspec.msgpack.Encoder()
+_to_worker = msgspec.msgpack.Decoder(ToWorker)
+_to_gateway = msgspec.msgpack.Decoder(ToGateway)
+_version_part = str(WIRE_VERSION).encode()
+
+
+def encode(message: ToWorker | ToGateway) -> list[bytes]:
+    """The parts of one ZeroMQ message."""
+    return [_version_part, _encoder.encode(message)]
+
+
+def decode_to_worker(parts: list[bytes]) -> ToWorker:
+    return _to_worker.decode(_payload(parts))
+
+
+def decode_to_gateway(parts: list[bytes]) -> ToGateway:
+    return _to_gateway.decode(_payload(parts))
+
+
+def _payload(parts: list[bytes]) -> bytes:
+    if len(parts) != 2:
+        raise FormatMismatch(f"A wire message has 2 parts, this one {len(parts)}.")
+    try:
+        version = int(parts[0])
+    except ValueError:
+        raise FormatMismatch(f"Wire version {parts[0][:20]!r} is not a number.") from None
+    if version not in _VERSIONS_ACCEPTED:
+        raise FormatMismatch(f"Wire version {WIRE_VERSION} here, {version} there.")
+    return parts[1]
