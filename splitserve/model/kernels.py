@@ -5,9 +5,9 @@ an order that depends only on its own position: granules of 16 positions from 0 
 a granule as written in `_granule`. What else is in the batch, how the prompt was chunked, how large
 blocks are and how many threads there are does not change a bit of it (design 3.10).
 
-The softmax is the online one (Milakov & Gimelshein 2018, as used by FlashAttention): per granule the
-running maximum rises and what was summed is rescaled. Up to _TILE consecutive queries of a sequence
-and all query heads of a kv head share each granule of K and V while it is in the first-level cache.
+The softmax is the online one (Milakov & Gimelshein 2018, as in FlashAttention): with each granule
+the running maximum may rise, and what was summed is then rescaled. Up to _TILE consecutive queries
+of a sequence and all query heads of a kv head share a granule's K and V while it is in the L1 cache.
 """
 
 from __future__ import annotations

@@ -63,7 +63,9 @@ def draw(logits: Row, sampling: Sampling, output_index: int) -> int:
 
 def draw_batch(logits: Row, draws: Sequence[tuple[Sampling, int]]) -> list[int]:
     """`draw` for each row of logits [B, vocab], with its (parameters, output index)."""
-    return [draw(row, sampling, index) for row, (sampling, index) in zip(logits, draws, strict=True)]
+    return [
+        draw(row, sampling, index) for row, (sampling, index) in zip(logits, draws, strict=True)
+    ]
 
 
 def _weights(logits: Row, largest: np.float32, temperature: float) -> Row:
@@ -72,7 +74,8 @@ def _weights(logits: Row, largest: np.float32, temperature: float) -> Row:
         return (logits == largest).astype(np.float32)
     with np.errstate(over="ignore", under="ignore"):
         scaled: Row = (logits - largest) / np.float32(max(temperature, 1e-30))
-        return np.exp(scaled, out=scaled)
+        np.exp(scaled, out=scaled)
+    return scaled
 
 
 def _filter(logits: Row, weights: Row, sampling: Sampling) -> Ids | None:

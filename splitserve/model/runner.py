@@ -1,0 +1,58 @@
+"""The runner that computes: a Hugging Face model on the paged KV pool, then the sampler."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from splitserve.engine.step import StepPlan, StepResult
+from splitserve.kv.format import KVFormat
+from splitserve.model.exact import invariant_rows
+from splitserve.model.forward import Forward
+from splitserve.model.loader import LoadedModel
+from splitserve.model.sampling import draw_batch
+
+
+class TorchRunner:
+    """Executes step plans on the CPU.
+
+    blocks: uint8 [num_blocks, block_bytes], writable; its bytes are KV in `kv_format`.
+    exact: outputs do not depend, by a bit, on what shares a step or on how a prompt is cut.
+    num_threads: of torch (a setting of the whole process) and of the attention kernel.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        blocks: npt.NDArray[np.uint8],
+        block_size: int,
+        exact: bool = False,
+        num_threads: int = 1,
+    ) -> None:
+        torch.set_num_threads(num_threads)
+        self.exact = exact
+        self._forward = Forward(
+            loaded,
+            blocks,
+            block_size,
+            min_rows=invariant_rows(loaded, num_threads) if exact else 1,
+            torch_attention=not exact,
+            num_threads=num_threads,
+        )
+
+    @property
+    def kv_format(self) -> KVFormat:
+        return self._forward.kv_format
+
+    @property
+    def min_rows(self) -> int:
+        """Rows that a forward pass is padded to."""
+        return self._forward.min_rows
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Compute the plan and draw a token for each item that asks for one."""
+        drawing = [item.draw for item in plan.items if item.draw is not None]
+        logits = self._forward.logits(plan)
+        drawn = iter(draw_batch(logits, [(one.sampling, len(one.output_ids)) for one in drawing]))
+        return StepResult([next(drawn) if item.draw else None for item in plan.items])
