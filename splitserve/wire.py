@@ -10,6 +10,7 @@ History:
 from __future__ import annotations
 
 import enum
+
 import msgspec
 
 from splitserve.errors import FormatMismatch
@@ -98,6 +99,10 @@ class Resend(msgspec.Struct, frozen=True, tag="resend"):
     """Repeat the frames numbered from `first` on."""
 
     first: int
+
+
+class Check(msgspec.Struct, frozen=True, tag="check"):
+    """Assert every invariant now; the answer is `Checked`, or the worker dies of a failed one."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
@@ -209,9 +214,24 @@ class End(msgspec.Struct, frozen=True, tag="end"):
     message: str = ""
 
 
-Notice = Union[
-    Started, PrefillEnded, Offered, FetchStarted, FetchEnded, FetchFailed, Preempted, End
-]
+class Checked(msgspec.Struct, frozen=True, tag="checked"):
+    """The invariants hold. idle: nothing queued, running, leased or in quarantine."""
+
+    idle: bool
+    request_id: str = ""
+
+
+Notice = (
+    Started
+    | PrefillEnded
+    | Offered
+    | FetchStarted
+    | FetchEnded
+    | FetchFailed
+    | Preempted
+    | End
+    | Checked
+)
 
 
 class Frame(msgspec.Struct, frozen=True, tag="frame"):
@@ -228,7 +248,7 @@ class Frame(msgspec.Struct, frozen=True, tag="frame"):
     step_tokens: int = 0
 
 
-ToWorker = Submit | Abort | Release | Renew | Resend | Stop
+ToWorker = Submit | Abort | Release | Renew | Resend | Check | Stop
 ToGateway = Hello | Frame
 
 _encoder = msgspec.msgpack.Encoder()

@@ -20,7 +20,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Segment:
-    """`num_blocks` blocks of `block_bytes` bytes each; `blocks` is uint8 [num_blocks, block_bytes]."""
+    """`num_blocks` blocks of `block_bytes` bytes; `blocks` is uint8 [num_blocks, block_bytes]."""
 
     def __init__(self, fd: int, num_blocks: int, block_bytes: int, *, writable: bool) -> None:
         self.fd = fd
@@ -56,9 +56,10 @@ class Segment:
             if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
                 raise TransferFailed("The peer's segment is not sealed against shrinking.")
             size = os.fstat(fd).st_size
-            if size != num_blocks * block_bytes:
+            expected = num_blocks * block_bytes
+            if size != expected:
                 raise TransferFailed(
-                    f"The peer's segment has {size} bytes, its format says {num_blocks * block_bytes}."
+                    f"The peer's segment has {size} bytes, its format says {expected}."
                 )
             return cls(fd, num_blocks, block_bytes, writable=False)
         except TransferFailed:

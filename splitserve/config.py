@@ -1,0 +1,135 @@
+"""Settings of `splitserve serve`: frozen, resolved once, strict about what they do not know."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from splitserve.errors import ConfigError
+from splitserve.wire import Role
+
+
+class SplitMode(enum.StrEnum):
+    """Whether prefill and decode of a request go to separate workers."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+class Deadlines(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How long each phase may last, in seconds (design §6)."""
+
+    admit_s: float = 10.0
+    prefill_queue_s: float = 30.0
+    transfer_s: float = 5.0  # at least; 10 x predicted if that is more
+    first_token_s: float = 60.0
+    token_gap_s: float = 30.0
+    total_s: float = 600.0
+    drain_s: float = 30.0
+    start_s: float = 120.0
+    slow_client_s: float = 30.0
+    body_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"Deadline {name} must be positive.")
+
+    def with_overrides(self, settings: list[str]) -> Deadlines:
+        """`name=seconds` settings, without the _s of the name."""
+        values = msgspec.structs.asdict(self)
+        for setting in settings:
+            name, _, seconds = setting.partition("=")
+            if f"{name}_s" not in values:
+                known = ", ".join(key.removesuffix("_s") for key in values)
+                raise ConfigError(f"Unknown deadline {name!r}; known: {known}.")
+            try:
+                values[f"{name}_s"] = float(seconds)
+            except ValueError:
+                raise ConfigError(f"Deadline {setting!r}: expected {name}=SECONDS.") from None
+        return Deadlines(**values)
+
+
+class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the gateway treats requests.
+
+    local_prefill_tokens: with split `auto`, prompts up to so many tokens are prefilled on the
+    decode worker: a handoff costs more than they do.
+    retries: how often one request may be started again after losing a worker or a transfer.
+    """
+
+    split: SplitMode = SplitMode.AUTO
+    local_prefill_tokens: int = 32
+    max_inflight: int = 256
+    retries: int = 3
+    max_body_bytes: int = 8 << 20
+    deadlines: Deadlines = Deadlines()
+
+
+class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything that `serve` was asked for."""
+
+    num_prefill: int = 0
+    num_decode: int = 0
+    num_mixed: int = 0
+    host: str = "127.0.0.1"
+    port: int = 8000
+    exact: bool = False
+    chunked_prefill: bool = True
+    prefix_cache: bool = True
+    kv_memory_bytes: int = 1 << 30  # per worker
+    block_size: int = 16
+    max_batched_tokens: int = 256
+    max_sequences: int = 64
+    lease_term_s: float = 30.0
+    digests: str = "full"
+    faults: str = ""
+    runner: str = "native"
+    simulated_step_s: float = 0.0
+    simulated_token_s: float = 0.0
+    hang_s: float = 120.0  # a worker whose engine loop is silent for so long is killed
+    gateway: GatewayConfig = GatewayConfig()
+
+    def __post_init__(self) -> None:
+        if min(self.num_prefill, self.num_decode, self.num_mixed) < 0:
+            raise ConfigError("Numbers of workers can't be negative.")
+        if not self.roles:
+            raise ConfigError("No workers: give --prefill and --decode, or --mixed.")
+        if bool(self.num_prefill) != bool(self.num_decode) and not self.num_mixed:
+            raise ConfigError(
+                "Prefill workers need decode workers and the other way round.",
+                advice="Give both --prefill and --decode, or --mixed.",
+            )
+        if self.digests not in ("full", "lease"):
+            raise ConfigError(f"digests is `full` or `lease`, not {self.digests!r}.")
+        if self.block_size < 16 or self.block_size % 16:
+            raise ConfigError("The block size is a multiple of 16 tokens, the granule.")
+        if not 1 <= self.max_sequences <= self.max_batched_tokens:
+            raise ConfigError("1 <= max sequences <= max batched tokens must hold.")
+
+    @property
+    def roles(self) -> list[tuple[str, Role]]:
+        """(worker id, role) of each worker."""
+        counts = (
+            (Role.PREFILL, self.num_prefill),
+            (Role.DECODE, self.num_decode),
+            (Role.MIXED, self.num_mixed),
+        )
+        return [(f"{role.value}-{i}", role) for role, num in counts for i in range(num)]
+
+
+def parse_bytes(text: str) -> int:
+    """`512M`, `2G`, `1073741824`: a size in bytes, suffixes in powers of 1024."""
+    factors = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+    stripped = text.strip().upper().removesuffix("IB").removesuffix("B")
+    factor = factors.get(stripped[-1:], 1)
+    digits = stripped[:-1] if stripped[-1:] in factors else stripped
+    try:
+        num = int(float(digits) * factor)
+    except (ValueError, OverflowError):
+        num = 0
+    if num <= 0:
+        raise ConfigError(f"{text!r} is not a size.", advice="Examples: 512M, 2G.")
+    return num

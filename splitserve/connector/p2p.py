@@ -1,0 +1,337 @@
+"""Connector `p2p`, request x pull: the reader copies leased blocks out of the source's pool.
+
+A copy may be used only with a proof (design 3.4): every block's digest equals the one in the offer
+(then a dead source does not matter), or, without digests, the source's word after the copy that the
+lease held throughout.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import queue
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import xxhash
+
+from splitserve.clock import Clock
+from splitserve.connector.base import (
+    Connector,
+    FetchDone,
+    FetchJob,
+    HandoffState,
+    SchedulerSide,
+    SealDone,
+    Wake,
+    WorkerSide,
+)
+from splitserve.connector.sidechannel import (
+    SIDE_CHANNEL_VERSION,
+    Confirm,
+    Confirmed,
+    Done,
+    PeerHello,
+    Refused,
+    SideChannel,
+    SideChannelServer,
+    Welcome,
+)
+from splitserve.errors import FormatMismatch, SplitserveError, TransferFailed
+from splitserve.faults import Faults
+from splitserve.kv.format import KVFormat
+from splitserve.kv.lease import Lease, LeaseTable
+from splitserve.transport.base import Reader, Transport
+from splitserve.transport.segment import Segment
+from splitserve.wire import Offer
+
+log = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class P2PConfig:
+    """digests: `full` (every block carries one) or `lease` (the source's word is the proof)."""
+
+    worker_id: str
+    epoch: str
+    identity: bytes
+    kv_format: KVFormat
+    digests: str = "full"
+
+    @property
+    def address(self) -> str:
+        return f"splitserve/{self.worker_id}/{self.epoch}"
+
+
+class P2PScheduler(SchedulerSide):
+    """Makes offers of our leases and judges those of others."""
+
+    def __init__(self, config: P2PConfig, transport: str, clock: Clock) -> None:
+        self._config = config
+        self._transport = transport
+        self._clock = clock
+
+    def make_offer(self, lease: Lease, state: HandoffState, digests: list[bytes]) -> Offer:
+        return Offer(
+            lease_id=lease.lease_id,
+            lease_s=lease.deadline_s - self._clock.now(),
+            worker_id=self._config.worker_id,
+            epoch=self._config.epoch,
+            transport=self._transport,
+            address=self._config.address,
+            identity=self._config.identity,
+            format=self._config.kv_format,
+            num_tokens=state.num_tokens,
+            num_prompt_tokens=state.num_prompt_tokens,
+            output_ids=state.output_ids,
+            sampling=state.sampling,
+            block_ids=lease.blocks,
+            keys=state.keys,
+            digests=digests,
+        )
+
+    def check_offer(self, offer: Offer, keys: Sequence[bytes], num_tokens: int) -> None:
+        config = self._config
+        if offer.identity != config.identity:
+            raise FormatMismatch(
+                f"Model identity {_short(config.identity)} here, {_short(offer.identity)} there."
+            )
+        if offer.transport != self._transport:
+            raise FormatMismatch(f"Transport {self._transport} here, {offer.transport} there.")
+        config.kv_format.require_equal(offer.format, f"worker {offer.worker_id}")
+        if offer.num_tokens != num_tokens:
+            raise TransferFailed(f"The offer covers {offer.num_tokens} tokens, not {num_tokens}.")
+        if offer.keys != list(keys):
+            raise TransferFailed("The offer's keys are not those of this request's tokens.")
+        num_blocks = -(-num_tokens // config.kv_format.block_size)
+        if len(offer.block_ids) != num_blocks or len(offer.digests) not in (0, num_blocks):
+            raise TransferFailed(
+                f"The offer has {len(offer.block_ids)} blocks and {len(offer.digests)} digests, "
+                f"{num_tokens} tokens need {num_blocks}."
+            )
+
+
+@dataclass(slots=True)
+class _Peer:
+    channel: SideChannel
+    reader: Reader
+
+    def close(self) -> None:
+        self.channel.close()
+        self.reader.close()
+
+
+class P2PWorker(WorkerSide):
+    """Threads: one answers readers, one digests our leases, one copies for us."""
+
+    def __init__(
+        self,
+        config: P2PConfig,
+        transport: Transport,
+        segment: Segment,
+        leases: LeaseTable,
+        clock: Clock,
+        wake: Wake,
+        faults: Faults | None = None,
+    ) -> None:
+        self._config = config
+        self._transport = transport
+        self._segment = segment
+        self._leases = leases
+        self._clock = clock
+        self._wake = wake
+        self._faults = faults or Faults()
+        self._done: queue.SimpleQueue[SealDone | FetchDone] = queue.SimpleQueue()
+        self._cancelled: dict[str, threading.Event] = {}
+        self._peers: dict[tuple[str, str], _Peer] = {}  # only the copying thread's
+        self._export = transport.export()
+        self._sealer = ThreadPoolExecutor(1, thread_name_prefix="kv-seal")
+        self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="kv-fetch")
+        self._closing = threading.Event()
+        self._server = SideChannelServer(config.address, self._answer)
+
+    # --- called by the engine thread
+
+    def start_seal(self, lease: Lease) -> None:
+        self._sealer.submit(self._seal, lease)
+
+    def start_fetch(self, job: FetchJob) -> None:
+        cancelled = threading.Event()
+        self._cancelled[job.request_id] = cancelled
+        self._fetcher.submit(self._fetch, job, cancelled)
+
+    def cancel_fetch(self, request_id: str) -> None:
+        cancelled = self._cancelled.get(request_id)
+        if cancelled is not None:
+            cancelled.set()
+
+    def end_lease(self, offer: Offer) -> None:
+        self._fetcher.submit(self._end_lease, offer)
+
+    def poll(self) -> list[SealDone | FetchDone]:
+        events = []
+        while not self._done.empty():
+            event = self._done.get()
+            if isinstance(event, FetchDone):
+                self._cancelled.pop(event.request_id, None)
+            events.append(event)
+        return events
+
+    def close(self) -> None:
+        self._closing.set()
+        for cancelled in self._cancelled.values():
+            cancelled.set()
+        self._fetcher.shutdown(wait=True, cancel_futures=True)
+        self._sealer.shutdown(wait=True, cancel_futures=True)
+        self._server.close()
+        for peer in self._peers.values():
+            peer.close()
+        self._peers.clear()
+        self._export.close()
+
+    # --- the sealing thread
+
+    def _seal(self, lease: Lease) -> None:
+        start = self._clock.now()
+        self._faults.hit("seal", self._closing)
+        digests: list[bytes] = []
+        if self._config.digests == "full":
+            digests = [xxhash.xxh3_128_digest(self._segment.blocks[b]) for b in lease.blocks]
+        self._report(SealDone(lease.lease_id, digests, self._clock.now() - start))
+
+    # --- the copying thread
+
+    def _fetch(self, job: FetchJob, cancelled: threading.Event) -> None:
+        start = self._clock.now()
+        report = functools.partial(FetchDone, job.request_id)
+        try:
+            proof = self._copy(job, cancelled)
+            num_bytes = len(job.target) * self._config.kv_format.block_bytes
+            self._report(report(proof, self._clock.now() - start, num_bytes))
+        except SplitserveError as error:
+            self._report(report(None, self._clock.now() - start, 0, error.message))
+        except Exception as error:
+            log.exception("fetch of %s", job.request_id)
+            self._report(report(None, self._clock.now() - start, 0, repr(error)))
+
+    def _copy(self, job: FetchJob, cancelled: threading.Event) -> str:
+        """Copy and prove; return the kind of proof or raise."""
+        offer = job.offer
+        self._faults.hit("fetch.begin", cancelled)
+        peer = self._peer(offer)
+        try:
+            for source, target in zip(job.source, job.target, strict=True):
+                self._faults.hit("fetch.block", cancelled)
+                if cancelled.is_set():
+                    raise TransferFailed("The request was cancelled.")
+                peer.reader.read(offer.block_ids[source], target)
+                if self._faults.flips("fetch.block"):
+                    self._segment.blocks[target][0] ^= 1
+                if offer.digests:
+                    self._verify(offer, source, target)
+            self._faults.hit("fetch.verify", cancelled)
+            if offer.digests:
+                return "digest"
+            if peer.channel.confirm(offer.lease_id):
+                return "lease"
+            raise TransferFailed("The source did not confirm that its lease held.")
+        finally:
+            peer.channel.done(offer.lease_id)
+
+    def _verify(self, offer: Offer, source: int, target: int) -> None:
+        if xxhash.xxh3_128_digest(self._segment.blocks[target]) != offer.digests[source]:
+            raise TransferFailed(f"Block {source} of the offer has the wrong digest.")
+
+    def _peer(self, offer: Offer) -> _Peer:
+        """The opened source of an offer; closes those that are gone on the way."""
+        key = (offer.worker_id, offer.epoch)
+        for known, peer in list(self._peers.items()):
+            if known != key and not peer.channel.is_open:
+                peer.close()
+                del self._peers[known]
+        if key not in self._peers:
+            hello = PeerHello(
+                SIDE_CHANNEL_VERSION,
+                offer.epoch,
+                self._transport.name,
+                self._config.identity,
+                self._config.kv_format,
+            )
+            channel = SideChannel(offer.address, hello, CONNECT_TIMEOUT_S)
+            try:
+                reader = self._transport.open(
+                    channel.descriptors, channel.num_blocks, self._config.kv_format
+                )
+            except TransferFailed:
+                channel.close()
+                raise
+            self._peers[key] = _Peer(channel, reader)
+        return self._peers[key]
+
+    def _end_lease(self, offer: Offer) -> None:
+        try:
+            self._peer(offer).channel.done(offer.lease_id)
+        except SplitserveError as error:
+            log.info("lease %s could not be ended: %s", offer.lease_id, error.message)
+
+    def _report(self, event: SealDone | FetchDone) -> None:
+        self._done.put(event)
+        self._wake()
+
+    # --- the side channel's thread
+
+    def _answer(
+        self, message: PeerHello | Confirm | Done
+    ) -> tuple[Welcome | Refused | Confirmed | None, list[int]]:
+        match message:
+            case Confirm(lease_id):
+                return Confirmed(self._leases.confirm(lease_id, self._clock.now())), []
+            case Done(lease_id):
+                self._leases.done(lease_id)
+                self._wake()
+                return None, []
+            case PeerHello():
+                reason = self._refusal(message)
+                if reason:
+                    return Refused(reason), []
+                return Welcome(len(self._segment.blocks)), self._export.descriptors()
+
+    def _refusal(self, hello: PeerHello) -> str:
+        """Why a reader is not welcome, naming both values; empty if it is."""
+        ours = self._config
+        if hello.version != SIDE_CHANNEL_VERSION:
+            return f"side channel version {SIDE_CHANNEL_VERSION} here, {hello.version} there."
+        if hello.epoch != ours.epoch:
+            return f"epoch {ours.epoch} here, {hello.epoch} asked."
+        if hello.transport != self._transport.name:
+            return f"transport {self._transport.name} here, {hello.transport} there."
+        if hello.identity != ours.identity:
+            return f"model identity {_short(ours.identity)} here, {_short(hello.identity)} there."
+        try:
+            ours.kv_format.require_equal(hello.format, "the reader")
+        except FormatMismatch as error:
+            return error.message
+        return ""
+
+
+def _short(digest: bytes) -> str:
+    return digest.hex()[:12]
+
+
+def make_p2p(
+    config: P2PConfig,
+    transport: Transport,
+    segment: Segment,
+    leases: LeaseTable,
+    clock: Clock,
+    wake: Wake,
+    faults: Faults | None = None,
+) -> Connector:
+    """The connector `p2p` over one transport."""
+    scheduler = P2PScheduler(config, transport.name, clock)
+    worker = P2PWorker(config, transport, segment, leases, clock, wake, faults)
+    return Connector("p2p", scheduler, worker)

@@ -1,0 +1,62 @@
+"""Delays and damage at named points, set by the operator to see what then happens.
+
+The chaos tests use them to hold a request in one state while something is killed. Without a
+setting nothing is injected. Points:
+
+  seal          before the digests of a lease are computed
+  fetch.begin   before the first block is copied
+  fetch.block   before each block is copied
+  fetch.verify  after the last block was copied, before its proof
+
+Setting: comma-separated `point=delay:SECONDS` or `point=flip` (flip one bit of the block copied
+last, at fetch.block or fetch.verify).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+
+from splitserve.errors import ConfigError
+
+POINTS = ("seal", "fetch.begin", "fetch.block", "fetch.verify")
+
+
+class Faults:
+    """Parsed setting. `hit` is called at each point."""
+
+    def __init__(self, setting: str = "") -> None:
+        self._delays_s: dict[str, float] = {}
+        self._flips: set[str] = set()
+        for part in filter(None, (x.strip() for x in setting.split(","))):
+            self._parse(part)
+
+    def _parse(self, part: str) -> None:
+        point, _, action = part.partition("=")
+        kind, _, argument = action.partition(":")
+        if point not in POINTS:
+            raise ConfigError(f"Unknown fault point {point!r}; known: {', '.join(POINTS)}.")
+        try:
+            if kind == "flip":
+                self._flips.add(point)
+                return
+            if kind == "delay":
+                self._delays_s[point] = float(argument)
+                return
+        except ValueError:
+            pass
+        raise ConfigError(f"Fault {part!r}: expected {point}=delay:SECONDS or {point}=flip.")
+
+    @property
+    def delays_s(self) -> Mapping[str, float]:
+        return self._delays_s
+
+    def hit(self, point: str, cancelled: threading.Event) -> None:
+        """Wait as set, or until cancelled."""
+        delay_s = self._delays_s.get(point)
+        if delay_s:
+            cancelled.wait(delay_s)
+
+    def flips(self, point: str) -> bool:
+        """Whether to damage the block at hand."""
+        return point in self._flips

@@ -1,0 +1,331 @@
+"""One request's whole journey, written once: pick, prefill leg, handoff, decode leg, retry, resume.
+
+The gateway holds the prompt's and the output's ids, so whatever dies, the rest of the answer can be
+computed again from them; sampling is a pure function of them, so it is the same answer. A journey
+runs as a task of its own and collects ids; whoever streams them to the client reads at its pace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+from splitserve import wire
+from splitserve.clock import Clock
+from splitserve.config import GatewayConfig
+from splitserve.errors import (
+    DeadlineExceeded,
+    NoWorker,
+    SplitserveError,
+    WorkerFault,
+    WorkerLost,
+)
+from splitserve.gateway.hub import WorkerHub
+from splitserve.gateway.legs import LegLost, LegStream, LegToken
+from splitserve.moments import Moment, Timeline
+from splitserve.router.pick import pick
+from splitserve.router.split import decide_split
+from splitserve.sampling import Sampling
+from splitserve.wire import Leg
+
+log = logging.getLogger(__name__)
+
+TRANSFER_BYTES_PER_S = 1e9  # prior for the transfer's deadline
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What a journey has to produce: one choice of one prompt."""
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: Sampling
+    salt: str = ""
+
+
+class Journey:
+    """Run `run` in a task; read `output_ids` and `end_reason` or `error` after `wait_beyond`."""
+
+    def __init__(
+        self, request: Generation, hub: WorkerHub, config: GatewayConfig, clock: Clock
+    ) -> None:
+        self.request = request
+        self.output_ids: list[int] = []
+        self.end_reason: str | None = None
+        self.error: SplitserveError | None = None
+        self.timeline = Timeline()
+        self.num_retries = 0
+        self._hub = hub
+        self._config = config
+        self._clock = clock
+        self._num_legs = 0
+        self._num_failed_transfers = 0
+        self._changed = asyncio.Event()
+        self._arrived_s = clock.now()
+        self._last_token_s = self._arrived_s
+        self.timeline.mark(Moment.ARRIVED, self._arrived_s)
+
+    @property
+    def is_over(self) -> bool:
+        return self.end_reason is not None or self.error is not None
+
+    async def wait_beyond(self, num_tokens: int) -> None:
+        """Until there are more than `num_tokens` output ids, or the journey is over."""
+        while len(self.output_ids) <= num_tokens and not self.is_over:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def run(self) -> None:
+        """The whole journey; ends with `end_reason` or `error` set, never raises them.
+
+        Cancelling the task means that the client is gone: both workers are told at once.
+        """
+        try:
+            async with asyncio.timeout(self._config.deadlines.total_s):
+                await self._run()
+        except TimeoutError:
+            self.error = self._too_late("whole request", self._config.deadlines.total_s)
+        except SplitserveError as error:
+            self.error = error
+        except Exception:
+            log.exception("request %s", self.request.request_id)
+            self.error = SplitserveError("Internal error in the gateway.")
+        finally:
+            self.timeline.num_output = len(self.output_ids)
+            self.timeline.mark(Moment.FINISHED, self._clock.now())
+            self._changed.set()
+
+    async def _run(self) -> None:
+        while self.end_reason is None:
+            try:
+                await self._attempt()
+            except LegLost as lost:
+                self._count_retry(str(lost))
+
+    async def _attempt(self) -> None:
+        """Compute what is missing of the answer, split or on one worker; raise LegLost."""
+        num_tokens = len(self.request.prompt_ids) + len(self.output_ids)
+        decision = decide_split(
+            self._config.split,
+            num_tokens,
+            self._config.local_prefill_tokens,
+            self._hub.candidates(),
+            self._num_failed_transfers,
+        )
+        self.timeline.notes.append(decision.reason)
+        if not decision.split:
+            await self._prefill(Leg.WHOLE)
+            return
+        offer = await self._prefill(Leg.PREFILL)
+        if offer is not None:
+            await self._decode(offer)
+
+    # --- the two legs
+
+    async def _prefill(self, leg: Leg) -> wire.Offer | None:
+        """A leg that begins with a prefill: the whole answer, or until the KV is offered."""
+        deadlines = self._config.deadlines
+        stream = await self._open(leg, None)
+        started = False
+        try:
+            while True:
+                limit_s = self._token_limit_s()
+                if not started:
+                    limit_s = min(limit_s, stream.opened_s + deadlines.prefill_queue_s)
+                item = await self._next(stream, limit_s, "prefill queue" if not started else None)
+                match item:
+                    case wire.Started():
+                        started = True
+                        self._note_started(stream, item)
+                    case wire.PrefillEnded():
+                        start_s = self.timeline.last(Moment.PREFILL_STARTED) or stream.opened_s
+                        self.timeline.mark(
+                            Moment.PREFILL_ENDED, start_s + item.prefill_s, stream.worker_id
+                        )
+                    case LegToken():
+                        started = True
+                        self._take_token(item, stream)
+                    case wire.Offered(offer=offer):
+                        stream.close(abort=False)
+                        return offer
+                    case wire.End():
+                        self._take_end(item)
+                        return None
+                    case wire.Preempted():
+                        self.timeline.num_preemptions += 1
+        finally:
+            stream.close()
+
+    async def _decode(self, offer: wire.Offer) -> None:
+        """Fetch the offered KV on a decode worker and follow it to the end of the answer.
+
+        As long as nothing was computed from it, the offer survives the loss of a decode worker.
+        """
+        renewer = asyncio.create_task(self._renew(offer))
+        try:
+            while True:
+                stream = await self._open(Leg.DECODE, offer)
+                try:
+                    await self._follow(stream, offer, renewer)
+                    return
+                except LegLost as lost:
+                    if renewer.done():
+                        raise
+                    self._count_retry(str(lost))
+                    self.timeline.notes.append("the offer still holds")
+                finally:
+                    stream.close()
+        finally:
+            if not renewer.done():
+                renewer.cancel()
+                self._hub.send(offer.worker_id, offer.epoch, wire.Release(offer.lease_id))
+
+    async def _follow(
+        self, stream: LegStream, offer: wire.Offer, renewer: asyncio.Task[None]
+    ) -> None:
+        """Follow one decode leg; the renewer is stopped when the lease is needed no more."""
+        size = len(offer.block_ids) * offer.format.block_bytes
+        transfer_s = max(self._config.deadlines.transfer_s, 10 * size / TRANSFER_BYTES_PER_S)
+        transfer_end_s: float | None = None
+        while True:
+            limit_s = self._token_limit_s()
+            if transfer_end_s is not None:
+                limit_s = min(limit_s, transfer_end_s)
+            item = await self._next(stream, limit_s, None)
+            match item:
+                case wire.FetchStarted(queued_s=queued_s):
+                    start_s = stream.opened_s + queued_s
+                    transfer_end_s = self._clock.now() + transfer_s
+                    self.timeline.mark(Moment.TRANSFER_STARTED, start_s, stream.worker_id)
+                case wire.FetchEnded():
+                    transfer_end_s = None
+                    renewer.cancel()
+                    self._note_fetched(stream, item)
+                    await asyncio.sleep(0)  # let the renewer end before anybody asks whether it has
+                case wire.FetchFailed(reason=reason):
+                    renewer.cancel()
+                    self._num_failed_transfers += 1
+                    self._hub.send(offer.worker_id, offer.epoch, wire.Release(offer.lease_id))
+                    await asyncio.sleep(0)
+                    raise LegLost(f"transfer to {stream.worker_id} failed: {reason}")
+                case LegToken():
+                    self._take_token(item, stream)
+                case wire.End():
+                    self._take_end(item)
+                    return
+                case wire.Preempted():
+                    self.timeline.num_preemptions += 1
+
+    async def _renew(self, offer: wire.Offer) -> None:
+        """Keep the source's lease until cancelled. Ends by itself only if the source is gone."""
+        while True:
+            await asyncio.sleep(max(0.01, offer.lease_s / 3))
+            self._hub.send(offer.worker_id, offer.epoch, wire.Renew(offer.lease_id))
+
+    # --- what they share
+
+    async def _open(self, leg: Leg, offer: wire.Offer | None) -> LegStream:
+        """Submit a leg to the best worker, waiting for one to come up if none lives."""
+        worker_id = await self._pick(leg)
+        now = self._clock.now()
+        self.timeline.mark(Moment.PICKED, now, worker_id)
+        queued = Moment.DECODE_QUEUED if leg is Leg.DECODE else Moment.PREFILL_QUEUED
+        self.timeline.mark(queued, now, worker_id)
+        request = self.request
+        submit = wire.Submit(
+            request_id=f"{request.request_id}.{self._num_legs}",
+            leg=leg,
+            prompt_ids=request.prompt_ids,
+            output_ids=list(self.output_ids),
+            sampling=request.sampling,
+            salt=request.salt,
+            offer=offer,
+            deadline_s=self._arrived_s + self._config.deadlines.total_s - now,
+        )
+        self._num_legs += 1
+        pending = 0 if offer else len(request.prompt_ids) + len(self.output_ids)
+        return LegStream(self._hub, worker_id, submit, pending, now)
+
+    async def _pick(self, leg: Leg) -> str:
+        while True:
+            picked = pick(leg, self._hub.candidates())
+            if picked is not None:
+                self.timeline.notes.append(picked.reason)
+                return picked.worker_id
+            left_s = self._token_limit_s() - self._clock.now()
+            try:
+                await self._hub.wait_for_change(max(0.0, left_s))
+            except TimeoutError:
+                raise NoWorker(f"No worker for the {leg.value} leg came up in time.") from None
+
+    async def _next(
+        self, stream: LegStream, limit_s: float, phase: str | None
+    ) -> LegToken | wire.Notice:
+        """The stream's next item. Past the limit: a deadline that only the client can act upon
+        raises DeadlineExceeded; a worker that fell silent in the middle is left (LegLost)."""
+        try:
+            return await stream.next(limit_s - self._clock.now())
+        except TimeoutError:
+            deadlines = self._config.deadlines
+            if not self.output_ids and self._clock.now() >= self._arrived_s + (
+                deadlines.first_token_s
+            ):
+                raise self._too_late("first token", deadlines.first_token_s) from None
+            if phase is not None:
+                raise self._too_late(phase, deadlines.prefill_queue_s) from None
+            raise LegLost(f"{stream.worker_id} was silent for too long") from None
+
+    def _token_limit_s(self) -> float:
+        """When the next token must be there."""
+        deadlines = self._config.deadlines
+        if not self.output_ids:
+            return self._arrived_s + deadlines.first_token_s
+        return self._last_token_s + deadlines.token_gap_s
+
+    def _take_token(self, token: LegToken, stream: LegStream) -> None:
+        if token.index != len(self.output_ids):
+            raise LegLost(
+                f"{stream.worker_id} sent token {token.index}, not {len(self.output_ids)}"
+            )
+        now = self._clock.now()
+        self._last_token_s = now
+        self.output_ids.append(token.token_id)
+        if token.index == 0:
+            self.timeline.mark(Moment.FIRST_TOKEN, now, stream.worker_id)
+        elif token.index == 1:
+            self.timeline.mark(Moment.SECOND_TOKEN, now, stream.worker_id)
+        self._changed.set()
+
+    def _take_end(self, end: wire.End) -> None:
+        if end.reason == "error":
+            raise WorkerFault(end.message)
+        self.end_reason = end.reason
+        self._changed.set()
+
+    def _note_started(self, stream: LegStream, started: wire.Started) -> None:
+        at_s = stream.opened_s + started.queued_s
+        self.timeline.mark(Moment.PREFILL_STARTED, at_s, stream.worker_id)
+        if self.timeline.cached_tokens is None:
+            self.timeline.cached_tokens = started.cached_tokens
+
+    def _note_fetched(self, stream: LegStream, fetched: wire.FetchEnded) -> None:
+        timeline = self.timeline
+        start_s = timeline.last(Moment.TRANSFER_STARTED) or stream.opened_s
+        timeline.mark(Moment.TRANSFER_ENDED, start_s + fetched.transfer_s, stream.worker_id)
+        timeline.transfer_bytes += fetched.num_bytes
+        timeline.reused_tokens = fetched.reused_tokens
+        timeline.transfer_proof = fetched.proof
+
+    def _count_retry(self, reason: str) -> None:
+        """Spend one retry of the budget, or raise WorkerLost."""
+        self.num_retries += 1
+        self.timeline.notes.append(f"retry {self.num_retries}: {reason}")
+        log.warning("request %s: %s", self.request.request_id, reason)
+        if self.num_retries > self._config.retries:
+            raise WorkerLost(f"Gave up after {self.num_retries} tries: {reason}.")
+        self.timeline.attempt += 1
+
+    @staticmethod
+    def _too_late(phase: str, limit_s: float) -> DeadlineExceeded:
+        return DeadlineExceeded(f"Deadline of the {phase} exceeded: {limit_s:g} s.")

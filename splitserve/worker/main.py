@@ -1,0 +1,173 @@
+"""A worker process: one engine, its pool, its connector and its line to the gateway.
+
+The main thread is the engine loop. It is also the sign of life: a frame leaves after every step
+and, when idle, every 250 ms.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from types import FrameType
+from typing import Protocol
+
+from splitserve import wire
+from splitserve.clock import MonotonicClock
+from splitserve.connector.base import Connector
+from splitserve.connector.p2p import P2PConfig, make_p2p
+from splitserve.engine.engine import Engine
+from splitserve.engine.scheduler import Scheduler, SchedulerConfig
+from splitserve.engine.step import Runner
+from splitserve.faults import Faults
+from splitserve.kv.format import KVFormat, ModelIdentity
+from splitserve.kv.lease import LeaseTable
+from splitserve.kv.pool import BlockPool
+from splitserve.transport.segment import Segment
+from splitserve.transport.shm import ShmTransport
+from splitserve.worker.link import GatewayLink
+from splitserve.worker.spec import WorkerSpec
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 0.25
+
+
+class HostedModel(Protocol):
+    """A model that was loaded once, before workers were forked."""
+
+    @property
+    def identity(self) -> ModelIdentity: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def kv_format(self, block_size: int) -> KVFormat: ...
+
+    def make_runner(self, segment: Segment, spec: WorkerSpec) -> tuple[Runner, int | None]:
+        """The runner on this worker's pool, and the rows that exact mode pads to."""
+        ...
+
+
+class Worker:
+    """Everything one worker epoch owns."""
+
+    def __init__(self, spec: WorkerSpec, model: HostedModel) -> None:
+        self.spec = spec
+        clock = MonotonicClock()
+        kv_format = model.kv_format(spec.block_size)
+        self._segment = Segment.create(spec.num_blocks, kv_format.block_bytes)
+        runner, exact_rows = model.make_runner(self._segment, spec)
+        identity = model.identity
+        self._link = GatewayLink(
+            spec.gateway,
+            wire.Hello(
+                worker_id=spec.worker_id,
+                epoch=spec.epoch,
+                role=spec.role,
+                pid=os.getpid(),
+                identity=identity,
+                format=kv_format,
+                num_blocks=spec.num_blocks,
+                max_model_len=spec.max_model_len or model.max_model_len,
+                vocab_size=model.vocab_size,
+                exact_rows=exact_rows,
+                max_batched_tokens=spec.max_batched_tokens,
+            ),
+        )
+        leases = LeaseTable(spec.epoch, spec.lease_term_s)
+        self._connector: Connector = make_p2p(
+            P2PConfig(spec.worker_id, spec.epoch, identity.digest(), kv_format, spec.digests),
+            ShmTransport(self._segment),
+            self._segment,
+            leases,
+            clock,
+            self._link.wake,
+            Faults(spec.faults),
+        )
+        scheduler = Scheduler(
+            SchedulerConfig(
+                max_batched_tokens=spec.max_batched_tokens,
+                max_sequences=spec.max_sequences,
+                chunked_prefill=spec.chunked_prefill,
+                prefix_cache=spec.prefix_cache,
+            ),
+            BlockPool(spec.num_blocks, spec.block_size),
+            leases,
+        )
+        self.engine = Engine(scheduler, runner, self._connector, clock, identity.digest())
+        self._clock = clock
+        self._stopping = False
+        self._last_frame_s = clock.now()
+
+    def run(self) -> None:
+        """The engine loop, until Stop or SIGTERM."""
+        signal.signal(signal.SIGTERM, self._on_term)
+        while not self._stopping:
+            for message in self._link.receive():
+                self._take(message)
+            self.engine.pump()
+            progressed = self.engine.step()
+            self._tell(progressed)
+            if not progressed and not self._stopping:
+                self._link.wait(self._patience_s())
+
+    def close(self) -> None:
+        self._connector.worker.close()
+        self._link.close()
+        self._segment.close()
+
+    def _take(self, message: wire.ToWorker) -> None:
+        match message:
+            case wire.Submit():
+                self.engine.submit(message)
+            case wire.Abort(request_id):
+                self.engine.abort(request_id)
+            case wire.Release(lease_id):
+                self.engine.release(lease_id)
+            case wire.Renew(lease_id):
+                self.engine.renew(lease_id)
+            case wire.Resend(first):
+                self._link.resend(first)
+            case wire.Check():
+                self._check()
+            case wire.Stop():
+                self._stopping = True
+
+    def _check(self) -> None:
+        self.engine.check()
+        self.engine.outbox.notices.append(wire.Checked(self.engine.is_idle))
+
+    def _tell(self, progressed: bool) -> None:
+        now = self._clock.now()
+        outbox = self.engine.take_outbox()
+        if progressed or outbox or now - self._last_frame_s >= HEARTBEAT_S:
+            self._link.send_frame(outbox, self.engine.view())
+            self._last_frame_s = now
+
+    def _patience_s(self) -> float:
+        """How long nothing can happen without a message or a wake."""
+        now = self._clock.now()
+        until = self._last_frame_s + HEARTBEAT_S
+        deadline = self.engine.scheduler.leases.next_deadline_s()
+        if deadline is not None:
+            until = min(until, deadline + 0.001)
+        return max(0.0, until - now)
+
+    def _on_term(self, signum: int, frame: FrameType | None) -> None:
+        self._stopping = True
+        self._link.wake()
+
+
+def run_worker(spec: WorkerSpec, model: HostedModel) -> None:
+    """The life of a forked worker process."""
+    if spec.cores:
+        os.sched_setaffinity(0, spec.cores)
+    worker = Worker(spec, model)
+    try:
+        worker.run()
+    finally:
+        worker.close()

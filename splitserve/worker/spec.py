@@ -1,0 +1,74 @@
+"""What a worker process is told at its start: data only, sent to the zygote that forks it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from splitserve.wire import Role
+
+
+class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One worker epoch. A restart gets the same worker_id and a new epoch."""
+
+    worker_id: str
+    epoch: str
+    role: Role
+    gateway: str  # ZeroMQ endpoint of the gateway's ROUTER
+    cores: tuple[int, ...]  # CPU affinity; empty: any core
+    num_threads: int
+    num_blocks: int
+    block_size: int = 16
+    exact: bool = False
+    chunked_prefill: bool = True
+    prefix_cache: bool = True
+    max_batched_tokens: int = 256
+    max_sequences: int = 64
+    max_model_len: int = 0  # 0: the model's own
+    lease_term_s: float = 30.0
+    digests: str = "full"
+    faults: str = ""
+
+
+class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the zygote loads before it forks.
+
+    runner: `native`, or `simulated` (no torch; each step lasts the two given times).
+    """
+
+    path: str
+    runner: str = "native"
+    step_s: float = 0.0
+    token_s: float = 0.0
+
+
+class Preloaded(msgspec.Struct, frozen=True, tag="preloaded"):
+    """Zygote to supervisor: forks are cheap from now on."""
+
+    seconds: float
+
+
+class PreloadFailed(msgspec.Struct, frozen=True, tag="preload_failed"):
+    """Zygote to supervisor, before it exits: the model can't be served, and why."""
+
+    code: str
+    message: str
+
+
+class Spawned(msgspec.Struct, frozen=True, tag="spawned"):
+    """Zygote to supervisor: the worker runs as this process."""
+
+    worker_id: str
+    epoch: str
+    pid: int
+
+
+class Exited(msgspec.Struct, frozen=True, tag="exited"):
+    """Zygote to supervisor: a process is gone. status: exit code, or minus the signal."""
+
+    worker_id: str
+    epoch: str
+    pid: int
+    status: int
+
+
+FromZygote = Preloaded | PreloadFailed | Spawned | Exited
