@@ -7,7 +7,7 @@ blocks are and how many threads there are does not change a bit of it (design 3.
 
 The softmax is the online one (Milakov & Gimelshein 2018, as in FlashAttention): with each granule
 the running maximum may rise, and what was summed is then rescaled. Up to _TILE consecutive queries
-of a sequence and all query heads of a kv head share a granule's K and V while it is in the L1 cache.
+of a sequence and all query heads of a kv head share a granule's K and V while it is in L1 cache.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from splitserve.errors import ModelUnavailable, UnsupportedModel
@@ -60,7 +61,7 @@ def load(path: Path, dtype: str = "float32") -> LoadedModel:
             local_files_only=True,
             trust_remote_code=False,
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelUnavailable(f"{path} can't be loaded: {error}") from error
     module.eval()
     module.requires_grad_(False)

@@ -6,12 +6,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from splitserve.engine.step import StepPlan, StepResult
+from splitserve.engine.step import PlanItem, StepPlan, StepResult
+from splitserve.errors import WorkerFault
 from splitserve.kv.format import KVFormat
 from splitserve.model.exact import invariant_rows
 from splitserve.model.forward import Forward
 from splitserve.model.loader import LoadedModel
-from splitserve.model.sampling import draw_batch
+from splitserve.model.sampling import draw
 
 
 class TorchRunner:
@@ -52,7 +53,13 @@ class TorchRunner:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute the plan and draw a token for each item that asks for one."""
-        drawing = [item.draw for item in plan.items if item.draw is not None]
-        logits = self._forward.logits(plan)
-        drawn = iter(draw_batch(logits, [(one.sampling, len(one.output_ids)) for one in drawing]))
-        return StepResult([next(drawn) if item.draw else None for item in plan.items])
+        rows = iter(self._forward.logits(plan))
+        return StepResult([_draw(item, next(rows)) if item.draw else None for item in plan.items])
+
+
+def _draw(item: PlanItem, logits: npt.NDArray[np.float32]) -> int:
+    assert item.draw is not None
+    try:
+        return draw(logits, item.draw.sampling, len(item.draw.output_ids))
+    except WorkerFault as fault:
+        raise WorkerFault(f"Request {item.request_id}: {fault.message}") from fault

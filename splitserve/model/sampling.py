@@ -71,7 +71,8 @@ def draw_batch(logits: Row, draws: Sequence[tuple[Sampling, int]]) -> list[int]:
 def _weights(logits: Row, largest: np.float32, temperature: float) -> Row:
     """exp((logit - largest) / temperature): unnormalised probabilities, the largest being 1."""
     if np.isinf(largest):
-        return (logits == largest).astype(np.float32)
+        certain: Row = (logits == largest).astype(np.float32)
+        return certain
     with np.errstate(over="ignore", under="ignore"):
         scaled: Row = (logits - largest) / np.float32(max(temperature, 1e-30))
         np.exp(scaled, out=scaled)

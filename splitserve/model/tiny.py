@@ -84,7 +84,7 @@ def make_tiny(
     (path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     _tokenizer(vocab).save(str(path / "tokenizer.json"))
     weights = _weights(config, np.random.default_rng(seed))
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt", "seed": str(seed)})
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     return path
 
 
