@@ -20,7 +20,6 @@ from splitserve.kv.format import KVFormat, ModelIdentity
 from splitserve.model.support import head_dim, require_supported, rope_parameters
 
 _HEADER_LIMIT_BYTES = 100_000_000  # the safetensors format's own limit
-_SAMPLED_PAGES = 64
 _PAGE_BYTES = 4096
 
 
@@ -122,7 +121,8 @@ def _digest_of(path: Path) -> str:
 def _weights(path: Path) -> tuple[str, int]:
     """A digest of the weight files' names, headers, sizes and samples; their size in bytes.
 
-    Fine-tunes of one model have equal headers and sizes: pages of the weights tell them apart.
+    Fine-tunes of one model have equal headers and sizes: a page of each tensor tells them apart. A
+    change of a few single weights may escape it.
     """
     files = sorted(path.glob("*.safetensors"))
     if not files:
@@ -134,7 +134,7 @@ def _weights(path: Path) -> tuple[str, int]:
         header = _header(file, size)
         digest.update(struct.pack("<QQ", len(header), size))
         digest.update(file.name.encode() + b"\0" + header)
-        for page in _sample(file, size):
+        for page in _sample(file, header):
             digest.update(page)
         total += size
     return digest.hexdigest(), total
@@ -150,11 +150,18 @@ def _header(file: Path, size: int) -> bytes:
         return stream.read(length)
 
 
-def _sample(file: Path, size: int) -> Iterator[bytes]:
-    """Pages spread evenly over a file."""
+def _sample(file: Path, header: bytes) -> Iterator[bytes]:
+    """The page in the middle of each tensor, in the order in which they lie in the file."""
+    try:
+        entries = json.loads(header)
+        entries.pop("__metadata__", None)
+        spans = sorted(tuple(entry["data_offsets"]) for entry in entries.values())
+        middles = [(begin + end) // 2 for begin, end in spans]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelUnavailable(f"{file} has a header that can't be read: {error}.") from error
     with file.open("rb") as stream:
-        for i in range(_SAMPLED_PAGES):
-            stream.seek(size * i // _SAMPLED_PAGES)
+        for middle in middles:
+            stream.seek(8 + len(header) + middle)
             yield stream.read(_PAGE_BYTES)
 
 

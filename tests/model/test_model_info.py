@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from splitserve.errors import ModelUnavailable, UnsupportedModel
 from splitserve.model.info import GenerationDefaults, describe
@@ -70,8 +71,9 @@ def test_identity_follows_weights_tokenizer_and_rope(directory: Path, tmp_path: 
     again = make_tiny(tmp_path / "again")
     assert describe(again).identity == before
     assert describe(make_tiny(tmp_path / "other", seed=1)).identity.weights != before.weights
-    weights = directory / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-4096] + bytes(4096))
+    weights = load_file(directory / "model.safetensors")
+    weights["model.layers.1.self_attn.v_proj.weight"] += 0.001
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     tokenizer = directory / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text() + "\n")
     edit(directory / "config.json", rope_parameters={"rope_type": "default", "rope_theta": 5.0})
