@@ -1,0 +1,76 @@
+"""From a journey's token ids to the text that the client sees."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from splitserve.api.responses import FinishReason
+from splitserve.errors import SplitserveError
+from splitserve.gateway.journey import Journey
+from splitserve.text.detokenizer import Detokenizer
+from splitserve.text.stops import StopScanner
+
+
+class Answer:
+    """One choice. After `texts` has ended, `finish_reason` and `num_tokens` are final."""
+
+    def __init__(
+        self,
+        journey: Journey,
+        task: asyncio.Task[None],
+        detokenizer: Detokenizer,
+        stop_strings: tuple[str, ...],
+    ) -> None:
+        self.journey = journey
+        self.finish_reason: FinishReason = "stop"
+        self.num_tokens = 0
+        self._task = task
+        self._detokenizer = detokenizer
+        self._stops = StopScanner(stop_strings)
+
+    async def texts(self) -> AsyncIterator[str]:
+        """Pieces of text as they become final, never empty; raise the journey's error.
+
+        If the reader is slow, what came in the meantime is one piece.
+        """
+        journey = self.journey
+        while True:
+            await journey.wait_beyond(self.num_tokens)
+            text, stopped = self._read(journey.output_ids)
+            if text:
+                yield text
+            if stopped:
+                self._task.cancel()
+                return
+            if journey.is_over and self.num_tokens == len(journey.output_ids):
+                break
+        if journey.error is not None:
+            raise journey.error
+        self.finish_reason = "length" if journey.end_reason == "length" else "stop"
+        text, stopped = self._stops.push(self._detokenizer.finish())
+        if stopped:
+            self.finish_reason = "stop"
+        text += self._stops.flush()
+        if text:
+            yield text
+
+    def cancel(self) -> None:
+        """The client wants no more of it."""
+        self._task.cancel()
+
+    def _read(self, output_ids: list[int]) -> tuple[str, bool]:
+        """Text of the ids not read yet, up to a stop string."""
+        pieces = []
+        stopped = False
+        while self.num_tokens < len(output_ids) and not stopped:
+            piece = self._detokenizer.push(output_ids[self.num_tokens])
+            self.num_tokens += 1
+            if piece:
+                piece, stopped = self._stops.push(piece)
+                pieces.append(piece)
+        return "".join(pieces), stopped
+
+    @property
+    def error(self) -> SplitserveError | None:
+        return self.journey.error

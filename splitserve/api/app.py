@@ -1,0 +1,142 @@
+"""The ASGI application: routes, and every error as an OpenAI-style body."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+
+import msgspec
+
+from splitserve.api.completions import Completions, ServedModel
+from splitserve.api.http import ClientGone, Receive, Scope, Send, send_body, send_error
+from splitserve.api.responses import ModelCard, model_list, model_object
+from splitserve.errors import (
+    MethodNotAllowed,
+    ModelNotFound,
+    NoWorker,
+    RouteNotFound,
+    SplitserveError,
+)
+from splitserve.gateway.service import GatewayService
+
+log = logging.getLogger(__name__)
+
+_METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+_GENERATING = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
+
+
+class App:
+    """`model` is set once the workers are up; until then only the health routes answer."""
+
+    def __init__(self, service: GatewayService) -> None:
+        self._service = service
+        self._model: ServedModel | None = None
+        self._completions: Completions | None = None
+
+    def serve_model(self, model: ServedModel) -> None:
+        self._model = model
+        self._completions = Completions(model, self._service)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+            return
+        if scope["type"] != "http":
+            raise RuntimeError(f"unexpected ASGI scope {scope['type']}")
+        try:
+            await self._route(scope, receive, send)
+        except SplitserveError as error:
+            await send_error(send, error)
+        except ClientGone:
+            pass
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            log.exception("%s %s", scope["method"], scope["path"])
+            await send_error(send, SplitserveError("Internal error in the gateway."))
+
+    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path: str = scope["path"].rstrip("/") or "/"
+        if path in _GENERATING:
+            _require_method(scope, "POST")
+            if self._completions is None:
+                raise NoWorker("The workers are still starting.")
+            kind = "chat" if _GENERATING[path] == "chat" else "completion"
+            await self._completions.handle(kind, scope, receive, send)  # type: ignore[arg-type]
+            return
+        body, content_type, status = self._get(path, scope)
+        _require_method(scope, "GET", "HEAD")
+        await send_body(send, status, body, content_type)
+
+    def _get(self, path: str, scope: Scope) -> tuple[bytes, bytes, int]:
+        """(body, content type, status) of a GET route; raise RouteNotFound."""
+        json_type = b"application/json"
+        if path == "/health":
+            return b'{"status":"ok"}', json_type, 200
+        if path == "/ready":
+            ready = self._completions is not None and self._service.is_ready
+            return (
+                msgspec.json.encode({"ready": ready, "workers": self._workers()}),
+                json_type,
+                200 if ready else 503,
+            )
+        if path == "/metrics":
+            return self._service.metrics.render(), _METRICS_TYPE, 200
+        if path == "/v1/models":
+            return model_list(self._cards()), json_type, 200
+        if path.startswith("/v1/models/"):
+            return model_object(self._card(path.removeprefix("/v1/models/"))), json_type, 200
+        if path.startswith("/debug/requests/") and _is_local(scope):
+            return self._debug(path.removeprefix("/debug/requests/")), json_type, 200
+        raise RouteNotFound(f"There is no {path[:200]} here.")
+
+    def _cards(self) -> list[ModelCard]:
+        if self._model is None:
+            return []
+        model = self._model
+        return [ModelCard(name, model.created, model.max_model_len) for name in model.names]
+
+    def _card(self, name: str) -> ModelCard:
+        for card in self._cards():
+            if card.id == name:
+                return card
+        raise ModelNotFound(f"There is no model {name[:200]!r} here.", param="model")
+
+    def _workers(self) -> dict[str, str]:
+        return {
+            worker_id: handle.hello.role.value
+            for worker_id, handle in sorted(self._service.hub.workers.items())
+        }
+
+    def _debug(self, request_id: str) -> bytes:
+        """The timeline of one of the last requests; a completion's prompts are `-0`, `-1`, …"""
+        recent = self._service.recent
+        timeline = recent.get(request_id) or recent.get(f"{request_id}-0")
+        if timeline is None:
+            raise RouteNotFound(
+                f"No request {request_id[:200]!r} among the last {len(recent)}.", advice=""
+            )
+        return msgspec.json.encode(timeline.to_json())
+
+
+def _require_method(scope: Scope, *methods: str) -> None:
+    if scope["method"] not in methods:
+        raise MethodNotAllowed(f"{scope['path'][:200]} takes {methods[0]}, not {scope['method']}.")
+
+
+def _is_local(scope: Scope) -> bool:
+    """The client is on this machine: timelines are for the operator until there are keys."""
+    client = scope.get("client")
+    try:
+        return client is not None and ipaddress.ip_address(client[0]).is_loopback
+    except ValueError:
+        return False
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return

@@ -1,0 +1,218 @@
+"""The two generating endpoints: a parsed request to journeys, journeys to a response."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from splitserve.api.answer import Answer
+from splitserve.api.http import EventWriter, Receive, Scope, Send, read_body, send_body, until_gone
+from splitserve.api.resolve import check_prompt_ids, resolve
+from splitserve.api.responses import Choice, Usage, chat_completion, text_completion
+from splitserve.api.schemas import Kind, ParsedRequest, parse_chat, parse_completion
+from splitserve.api.sse import DONE, ChatStream, CompletionStream, error_event
+from splitserve.errors import ModelNotFound, SplitserveError
+from splitserve.gateway.journey import Generation
+from splitserve.gateway.service import GatewayService
+from splitserve.text.detokenizer import DetokenizerFactory
+from splitserve.text.template import ChatTemplate
+from splitserve.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+_TOKENIZE_ASIDE_CHARS = 20_000  # longer prompts are tokenized off the event loop
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What the API has to know of the model.
+
+    max_model_len: the smaller of the model's context and what fits a worker's pool, in tokens.
+    """
+
+    names: tuple[str, ...]
+    created: int
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    generation_defaults: Mapping[str, object]
+    eos_ids: tuple[int, ...]
+    vocab_size: int
+    max_model_len: int
+
+
+class Completions:
+    """Serves POST /v1/chat/completions and /v1/completions."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        service: GatewayService,
+        seed_source: Callable[[], int] = lambda: secrets.randbits(64),
+    ) -> None:
+        self._model = model
+        self._service = service
+        self._seed_source = seed_source
+        self._detokenizers = DetokenizerFactory(model.tokenizer)
+
+    async def handle(self, kind: Kind, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request, to its end; raise SplitserveError if nothing was sent yet."""
+        config = self._service.config
+        body = await read_body(scope, receive, config.max_body_bytes, config.deadlines.body_s)
+        parsed = parse_chat(body) if kind == "chat" else parse_completion(body)
+        if parsed.model not in self._model.names:
+            raise ModelNotFound(f"There is no model {parsed.model[:200]!r} here.", param="model")
+        prompts = await self._prompts(parsed)
+        call = _Call(parsed, self._model.names[0])
+        generations = [
+            self._generation(parsed, ids, i, f"{call.request_id}-{i}")
+            for i, ids in enumerate(prompts)
+        ]
+        gone = asyncio.create_task(until_gone(receive))
+        work = asyncio.create_task(self._answer(call, generations, send))
+        try:
+            await asyncio.wait([gone, work], return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                await work
+        finally:
+            gone.cancel()
+            work.cancel()
+            await asyncio.gather(gone, work, return_exceptions=True)
+
+    async def _answer(self, call: _Call, generations: list[Generation], send: Send) -> None:
+        answers: list[Answer] = []
+        try:
+            for generation in generations:
+                journey, task = await self._service.start(generation)
+                detokenizer = self._detokenizers.new()
+                answers.append(Answer(journey, task, detokenizer, call.parsed.stop))
+            if call.parsed.stream:
+                limit_s = self._service.config.deadlines.slow_client_s
+                await call.stream(answers, EventWriter(send, limit_s, call.headers))
+            else:
+                await call.send_whole(answers, send)
+        finally:
+            for answer in answers:
+                answer.cancel()
+
+    async def _prompts(self, parsed: ParsedRequest) -> list[list[int]]:
+        """Token ids of each prompt, checked against the vocabulary."""
+        if parsed.kind == "chat":
+            if self._model.template is None:
+                raise ChatTemplate.missing()
+            text = self._model.template.render(parsed.messages)
+            return [await self._encode(text, add_special_tokens=False)]
+        prompts = []
+        for prompt in parsed.prompts:
+            if isinstance(prompt, str):
+                prompts.append(await self._encode(prompt, add_special_tokens=True))
+            else:
+                check_prompt_ids(prompt, self._model.vocab_size)
+                prompts.append(list(prompt))
+        return prompts
+
+    async def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        tokenizer = self._model.tokenizer
+        if len(text) <= _TOKENIZE_ASIDE_CHARS:
+            return tokenizer.encode(text, add_special_tokens)
+        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
+
+    def _generation(
+        self, parsed: ParsedRequest, prompt_ids: list[int], choice: int, request_id: str
+    ) -> Generation:
+        model = self._model
+        sampling = resolve(
+            parsed,
+            model.generation_defaults,
+            model.eos_ids,
+            self._seed_source,
+            len(prompt_ids),
+            model.max_model_len,
+            choice,
+        )
+        return Generation(request_id, prompt_ids, sampling)
+
+
+class _Call:
+    """One request's identity and how its answers are written."""
+
+    def __init__(self, parsed: ParsedRequest, model_name: str) -> None:
+        prefix = "chatcmpl" if parsed.kind == "chat" else "cmpl"
+        self.parsed = parsed
+        self.request_id = f"{prefix}-{secrets.token_hex(12)}"
+        self.headers = ((b"x-request-id", self.request_id.encode()),)
+        self._created = int(time.time())
+        self._model = model_name
+
+    async def send_whole(self, answers: list[Answer], send: Send) -> None:
+        async def collect(answer: Answer) -> Choice:
+            text = "".join([piece async for piece in answer.texts()])
+            return Choice(text, answer.finish_reason)
+
+        choices = await _all([collect(answer) for answer in answers])
+        build = chat_completion if self.parsed.kind == "chat" else text_completion
+        body = build(self.request_id, self._created, self._model, choices, _usage(answers))
+        await send_body(send, 200, body, headers=self.headers)
+
+    async def stream(self, answers: list[Answer], writer: EventWriter) -> None:
+        """Events as they come. An error after the first byte becomes an event."""
+        try:
+            if self.parsed.kind == "chat":
+                await self._stream_chat(answers[0], writer)
+            else:
+                await self._stream_completion(answers, writer)
+        except SplitserveError as error:
+            if not writer.is_started:
+                raise
+            await writer.write(error_event(error))
+        await writer.end()
+
+    async def _stream_chat(self, answer: Answer, writer: EventWriter) -> None:
+        events = ChatStream(self.request_id, self._created, self._model, self.parsed.include_usage)
+        opening = events.first()
+        async for text in answer.texts():
+            await writer.write(opening + events.delta(text))
+            opening = b""
+        closing = opening + events.last(answer.finish_reason)
+        if self.parsed.include_usage:
+            closing += events.usage(_usage([answer]))
+        await writer.write(closing + DONE)
+
+    async def _stream_completion(self, answers: list[Answer], writer: EventWriter) -> None:
+        events = CompletionStream(
+            self.request_id, self._created, self._model, self.parsed.include_usage, len(answers)
+        )
+        turn = asyncio.Lock()
+
+        async def follow(index: int, answer: Answer) -> None:
+            async for text in answer.texts():
+                async with turn:
+                    await writer.write(events.delta(text, index))
+            async with turn:
+                await writer.write(events.last(answer.finish_reason, index))
+
+        await _all([follow(i, answer) for i, answer in enumerate(answers)])
+        usage = events.usage(_usage(answers)) if self.parsed.include_usage else b""
+        await writer.write(usage + DONE)
+
+
+async def _all(coroutines: list[Coroutine[object, object, T]]) -> list[T]:
+    """Run them together; the first error ends them all and is raised as itself."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _usage(answers: list[Answer]) -> Usage:
+    return Usage(
+        prompt_tokens=sum(len(answer.journey.request.prompt_ids) for answer in answers),
+        completion_tokens=sum(answer.num_tokens for answer in answers),
+        cached_tokens=sum(answer.journey.timeline.cached_tokens or 0 for answer in answers),
+    )
