@@ -61,6 +61,15 @@ class ChatTemplate:
             raise ModelUnavailable(f"The chat template can't be read: {error}") from error
         return cls(source, special)
 
+    @staticmethod
+    def missing() -> UnsupportedField:
+        """The error for a chat with a model that has no template."""
+        return UnsupportedField(
+            "This model has no chat template, so it can't hold a chat.",
+            param="messages",
+            advice="Use /v1/completions, or a model tuned for chat.",
+        )
+
     def render(
         self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool = True
     ) -> str:
@@ -70,11 +79,7 @@ class ChatTemplate:
         words if it refuses these messages.
         """
         if self._compiled is None:
-            raise UnsupportedField(
-                "This model has no chat template, so it can't hold a chat.",
-                param="messages",
-                advice="Use /v1/completions, or a model tuned for chat.",
-            )
+            raise self.missing()
         pieces: list[str] = []
         num_chars = 0
         try:

@@ -37,7 +37,7 @@ def test_the_factory_knows_byte_level_tokenizers(
 
 
 @given(st.text())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_text_comes_back_whole(
     byte_level_tokenizer: Tokenizer, byte_fallback_tokenizer: Tokenizer, text: str
 ) -> None:
@@ -48,7 +48,7 @@ def test_text_comes_back_whole(
 
 
 @given(any_ids)
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 def test_any_ids_of_a_byte_level_vocabulary(
     byte_level_tokenizer: Tokenizer, ids: list[int]
 ) -> None:
@@ -57,7 +57,7 @@ def test_any_ids_of_a_byte_level_vocabulary(
 
 
 @given(any_ids)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_any_ids_of_a_byte_fallback_vocabulary_do_not_crash(
     byte_fallback_tokenizer: Tokenizer, ids: list[int]
 ) -> None:

@@ -28,7 +28,7 @@ def scan(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
 
 
 @given(st.lists(letters, max_size=6), stop_lists)
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400, deadline=None)
 def test_any_chunking_equals_a_search_of_the_whole(pieces: list[str], stops: list[str]) -> None:
     whole = "".join(pieces)
     assert scan(pieces, stops)[0] == reference(whole, stops)[0]
@@ -38,7 +38,7 @@ def test_any_chunking_equals_a_search_of_the_whole(pieces: list[str], stops: lis
 
 
 @given(st.lists(letters, max_size=6), stop_lists)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_never_holds_back_more_than_it_must(pieces: list[str], stops: list[str]) -> None:
     scanner = StopScanner(stops)
     seen = out = ""
