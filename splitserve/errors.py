@@ -171,6 +171,13 @@ class SlowClient(SplitserveError):
     advice = "Read the stream as it arrives."
 
 
+class Cancelled(SplitserveError):
+    """The client went away, or a stop string was found: nobody reads this answer any more."""
+
+    status, code, type = 499, "cancelled", "invalid_request_error"
+    advice = ""
+
+
 # --- configuration and start-up: shown to the operator, never to a client -------------------------
 
 

@@ -10,12 +10,21 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from splitserve.api.answer import Answer
-from splitserve.api.http import EventWriter, Receive, Scope, Send, read_body, send_body, until_gone
+from splitserve.api.http import (
+    ClientGone,
+    EventWriter,
+    Receive,
+    Scope,
+    Send,
+    read_body,
+    send_body,
+    until_gone,
+)
 from splitserve.api.resolve import check_prompt_ids, resolve
 from splitserve.api.responses import Choice, Usage, chat_completion, text_completion
 from splitserve.api.schemas import Kind, ParsedRequest, parse_chat, parse_completion
 from splitserve.api.sse import DONE, ChatStream, CompletionStream, error_event
-from splitserve.errors import ModelNotFound, SplitserveError
+from splitserve.errors import ModelNotFound, SlowClient, SplitserveError
 from splitserve.gateway.journey import Generation
 from splitserve.gateway.service import GatewayService
 from splitserve.text.detokenizer import DetokenizerFactory
@@ -37,7 +46,7 @@ class ServedModel:
     names: tuple[str, ...]
     created: int
     tokenizer: Tokenizer
-    template: ChatTemplate | None
+    template: ChatTemplate
     generation_defaults: Mapping[str, object]
     eos_ids: tuple[int, ...]
     vocab_size: int
@@ -101,8 +110,6 @@ class Completions:
     async def _prompts(self, parsed: ParsedRequest) -> list[list[int]]:
         """Token ids of each prompt, checked against the vocabulary."""
         if parsed.kind == "chat":
-            if self._model.template is None:
-                raise ChatTemplate.missing()
             text = self._model.template.render(parsed.messages)
             return [await self._encode(text, add_special_tokens=False)]
         prompts = []
@@ -164,6 +171,8 @@ class _Call:
                 await self._stream_chat(answers[0], writer)
             else:
                 await self._stream_completion(answers, writer)
+        except SlowClient:
+            raise ClientGone from None
         except SplitserveError as error:
             if not writer.is_started:
                 raise

@@ -194,7 +194,7 @@ class Engine:
         if self.is_idle:
             counts = self.scheduler.pool.counts()
             assert counts["free"] + counts["cached"] == self.scheduler.pool.num_blocks, counts
-            assert not self._unsealed or not self._leases_by_request
+            assert not self._leases_by_request, self._leases_by_request
 
     # --- inside
 
@@ -280,15 +280,14 @@ class Engine:
             return
         assert sequence.offer is not None
         assert event.proof is not None
-        size = self.scheduler.pool.block_size
-        moved = -(-event.num_bytes // max(1, sequence.offer.format.block_bytes)) * size
-        reused = max(0, sequence.offer.num_tokens - moved) if event.num_bytes else None
+        offer = sequence.offer
+        num_moved = event.num_bytes // offer.format.block_bytes * offer.format.block_size
         self.outbox.notices.append(
             wire.FetchEnded(
                 event.request_id,
                 event.seconds,
                 event.num_bytes,
-                sequence.offer.num_tokens if reused is None else reused,
+                max(0, offer.num_tokens - num_moved),
                 event.proof,
             )
         )

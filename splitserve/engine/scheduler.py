@@ -1,9 +1,9 @@
 """The scheduler: which tokens of which sequences the next step computes, and on which blocks.
 
 Chunked prefill (Sarathi-Serve's Algorithm 3): all decodes first, one token each, then prefills that
-are partly done, then new ones, within a token budget per step. The other mode is prefill first: while
-prompts wait and fit, a step holds whole prompts only. Both admit first come, first served, and
-preempt the newest when blocks run out; the preempted is computed again from its tokens, of which
+are partly done, then new ones, within a token budget per step. The other mode is prefill first:
+while prompts wait and fit, a step holds whole prompts only. Both admit first come, first served,
+and preempt the newest when blocks run out; the preempted is computed again from its tokens, of which
 the prefix cache usually still has most.
 """
 

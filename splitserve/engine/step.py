@@ -56,7 +56,7 @@ class StepResult:
 
 
 class Runner(Protocol):
-    """Executes plans. Implementations: `model.runner.TorchRunner`, `model.simulated.SimulatedRunner`."""
+    """Executes plans: `model.runner.TorchRunner` or `model.simulated.SimulatedRunner`."""
 
     @property
     def kv_format(self) -> KVFormat: ...

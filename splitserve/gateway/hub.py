@@ -89,18 +89,19 @@ class WorkerHub:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.bind(endpoint)
+        self._fd = int(self._socket.getsockopt(zmq.FD))
         self._loop: asyncio.AbstractEventLoop | None = None
         self.on_change: Callable[[], None] = lambda: None
 
     def start(self) -> None:
         """Begin to read; call from the event loop."""
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._socket.getsockopt(zmq.FD), self._drain)
+        self._loop.add_reader(self._fd, self._drain)
         self._drain()
 
     def close(self) -> None:
         if self._loop is not None:
-            self._loop.remove_reader(self._socket.getsockopt(zmq.FD))
+            self._loop.remove_reader(self._fd)
         self._socket.close()
         self._context.term()
 

@@ -15,6 +15,7 @@ from splitserve import wire
 from splitserve.clock import Clock
 from splitserve.config import GatewayConfig
 from splitserve.errors import (
+    Cancelled,
     DeadlineExceeded,
     NoWorker,
     SplitserveError,
@@ -22,7 +23,7 @@ from splitserve.errors import (
     WorkerLost,
 )
 from splitserve.gateway.hub import WorkerHub
-from splitserve.gateway.legs import LegLost, LegStream, LegToken
+from splitserve.gateway.legs import HeldOffer, LegLost, LegStream, LegToken
 from splitserve.moments import Moment, Timeline
 from splitserve.router.pick import pick
 from splitserve.router.split import decide_split
@@ -86,6 +87,8 @@ class Journey:
                 await self._run()
         except TimeoutError:
             self.error = self._too_late("whole request", self._config.deadlines.total_s)
+        except asyncio.CancelledError:
+            self.error = self.error or Cancelled("Nobody reads this answer any more.")
         except SplitserveError as error:
             self.error = error
         except Exception:
@@ -162,29 +165,26 @@ class Journey:
 
         As long as nothing was computed from it, the offer survives the loss of a decode worker.
         """
-        renewer = asyncio.create_task(self._renew(offer))
+        held = HeldOffer(self._hub, offer)
         try:
             while True:
                 stream = await self._open(Leg.DECODE, offer)
                 try:
-                    await self._follow(stream, offer, renewer)
+                    await self._follow(stream, held)
                     return
                 except LegLost as lost:
-                    if renewer.done():
+                    if not held.is_needed:
                         raise
                     self._count_retry(str(lost))
                     self.timeline.notes.append("the offer still holds")
                 finally:
                     stream.close()
         finally:
-            if not renewer.done():
-                renewer.cancel()
-                self._hub.send(offer.worker_id, offer.epoch, wire.Release(offer.lease_id))
+            held.settle(release=True)
 
-    async def _follow(
-        self, stream: LegStream, offer: wire.Offer, renewer: asyncio.Task[None]
-    ) -> None:
-        """Follow one decode leg; the renewer is stopped when the lease is needed no more."""
+    async def _follow(self, stream: LegStream, held: HeldOffer) -> None:
+        """Follow one decode leg; settles the offer as soon as it is needed no more."""
+        offer = held.offer
         size = len(offer.block_ids) * offer.format.block_bytes
         transfer_s = max(self._config.deadlines.transfer_s, 10 * size / TRANSFER_BYTES_PER_S)
         transfer_end_s: float | None = None
@@ -200,14 +200,11 @@ class Journey:
                     self.timeline.mark(Moment.TRANSFER_STARTED, start_s, stream.worker_id)
                 case wire.FetchEnded():
                     transfer_end_s = None
-                    renewer.cancel()
+                    held.settle(release=False)
                     self._note_fetched(stream, item)
-                    await asyncio.sleep(0)  # let the renewer end before anybody asks whether it has
                 case wire.FetchFailed(reason=reason):
-                    renewer.cancel()
+                    held.settle(release=True)
                     self._num_failed_transfers += 1
-                    self._hub.send(offer.worker_id, offer.epoch, wire.Release(offer.lease_id))
-                    await asyncio.sleep(0)
                     raise LegLost(f"transfer to {stream.worker_id} failed: {reason}")
                 case LegToken():
                     self._take_token(item, stream)
@@ -216,12 +213,6 @@ class Journey:
                     return
                 case wire.Preempted():
                     self.timeline.num_preemptions += 1
-
-    async def _renew(self, offer: wire.Offer) -> None:
-        """Keep the source's lease until cancelled. Ends by itself only if the source is gone."""
-        while True:
-            await asyncio.sleep(max(0.01, offer.lease_s / 3))
-            self._hub.send(offer.worker_id, offer.epoch, wire.Renew(offer.lease_id))
 
     # --- what they share
 

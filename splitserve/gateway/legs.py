@@ -67,3 +67,29 @@ class LegStream:
     def _notify(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+class HeldOffer:
+    """Keeps the source's lease on offered KV alive until nobody needs it any more."""
+
+    def __init__(self, hub: WorkerHub, offer: wire.Offer) -> None:
+        self.offer = offer
+        self.is_needed = True
+        self._hub = hub
+        self._renewer = asyncio.create_task(self._renew())
+
+    def settle(self, *, release: bool) -> None:
+        """The KV is not needed any more. `release` unless a reader has told the source itself."""
+        if not self.is_needed:
+            return
+        self.is_needed = False
+        self._renewer.cancel()
+        if release:
+            message = wire.Release(self.offer.lease_id)
+            self._hub.send(self.offer.worker_id, self.offer.epoch, message)
+
+    async def _renew(self) -> None:
+        offer = self.offer
+        while True:
+            await asyncio.sleep(max(0.01, offer.lease_s / 3))
+            self._hub.send(offer.worker_id, offer.epoch, wire.Renew(offer.lease_id))

@@ -34,7 +34,7 @@ class BlockTable:
         return self.granule_keys[per_block - 1 : num_full * per_block : per_block]
 
     def find_prefix(self, token_ids: Sequence[int], max_tokens: int) -> list[int]:
-        """Blocks of the longest cached prefix of at most `max_tokens` tokens; takes no reference."""
+        """Blocks of the longest cached prefix of up to `max_tokens` tokens; takes no reference."""
         num_blocks = max_tokens // self._pool.block_size
         return self._pool.lookup(self.block_keys(token_ids)[:num_blocks])
 

@@ -1,0 +1,137 @@
+"""`splitserve serve`: run a server until Ctrl-C or SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from typing import Annotated
+
+import typer
+import uvloop
+from rich.console import Console
+
+from splitserve.cluster.runtime import Runtime
+from splitserve.config import Deadlines, GatewayConfig, ServeConfig, SplitMode, parse_bytes
+from splitserve.errors import ConfigError, SplitserveError
+from splitserve.model.fetch import ResolvedModel, resolve_model
+
+console = Console(highlight=False, soft_wrap=True)
+
+
+def serve(
+    model: Annotated[
+        str | None, typer.Argument(help="Alias, directory or hub id; default: see `model list`.")
+    ] = None,
+    prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 0,
+    decode: Annotated[int, typer.Option(min=0, help="Decode workers.")] = 0,
+    mixed: Annotated[int, typer.Option(min=0, help="Workers that do both.")] = 0,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    split: Annotated[
+        SplitMode, typer.Option(help="Whether prefill and decode go to separate workers.")
+    ] = SplitMode.AUTO,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Same answer, bit for bit, however work is divided.")
+    ] = False,
+    chunked_prefill: Annotated[
+        bool, typer.Option(help="Cut prompts to fit beside decodes; else prompts go first, whole.")
+    ] = True,
+    prefix_cache: Annotated[bool, typer.Option(help="Reuse KV of equal prefixes.")] = True,
+    kv_memory: Annotated[str, typer.Option(help="KV pool of each worker.")] = "1G",
+    max_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens per step.")] = 256,
+    max_sequences: Annotated[int, typer.Option(min=1, help="Sequences per step.")] = 64,
+    max_inflight: Annotated[int, typer.Option(min=1, help="Answers computed at once.")] = 256,
+    digests: Annotated[
+        str, typer.Option(help="Proof of a transfer: full (every block's digest) or lease.")
+    ] = "full",
+    deadline: Annotated[
+        list[str] | None, typer.Option(help="name=SECONDS, may be repeated; see docs/deadlines.md.")
+    ] = None,
+    faults: Annotated[str, typer.Option(hidden=True, help="See splitserve/faults.py.")] = "",
+    runner: Annotated[str, typer.Option(hidden=True, help="native or simulated.")] = "native",
+) -> None:
+    """Serve MODEL through an OpenAI-compatible endpoint until Ctrl-C."""
+    logging.basicConfig(level="WARNING", format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    try:
+        if not (prefill or decode or mixed):
+            prefill = decode = 1
+        config = ServeConfig(
+            num_prefill=prefill,
+            num_decode=decode,
+            num_mixed=mixed,
+            host=host,
+            port=port,
+            exact=exact,
+            chunked_prefill=chunked_prefill,
+            prefix_cache=prefix_cache,
+            kv_memory_bytes=parse_bytes(kv_memory),
+            max_batched_tokens=max_batched_tokens,
+            max_sequences=max_sequences,
+            digests=digests,
+            faults=faults,
+            runner=runner,
+            gateway=GatewayConfig(
+                split=split,
+                max_inflight=max_inflight,
+                deadlines=Deadlines().with_overrides(deadline or []),
+            ),
+        )
+        resolved = resolve_model(model, console.print)
+        sys.exit(uvloop.run(_serve(config, resolved)))
+    except SplitserveError as error:
+        fail(error)
+
+
+def fail(error: SplitserveError) -> None:
+    """One line and exit 1; no traceback for what the user can mend."""
+    message = f"{error.message} {error.advice}".strip()
+    print(f"splitserve: {message}", file=sys.stderr)
+    sys.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+async def _serve(config: ServeConfig, resolved: ResolvedModel) -> int:
+    runtime = Runtime(config, resolved.path, resolved.name, console.print)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    num_signals = 0
+
+    def on_signal(signum: signal.Signals) -> None:
+        nonlocal num_signals
+        num_signals += 1
+        if num_signals == 1:
+            console.print(f"{signum.name}: draining; once more to stop now")
+        stop.set()
+        if num_signals > 1:
+            draining.cancel()
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signum, on_signal, signum)
+    console.print(f"model {resolved.name} ({resolved.source})")
+    for line in runtime.describe_plan():
+        console.print(f"  {line}")
+    draining = asyncio.create_task(_drain_when(stop, runtime))
+    starting = asyncio.create_task(runtime.start())
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        draining.cancel()
+        return 0
+    try:
+        starting.result()
+    except BaseException:
+        draining.cancel()
+        raise
+    console.print(f"ready: {runtime.url}/v1")
+    await asyncio.gather(draining, return_exceptions=True)
+    await runtime.stop(drain_s=0.0)
+    console.print("stopped")
+    return 0
+
+
+async def _drain_when(stop: asyncio.Event, runtime: Runtime) -> None:
+    await stop.wait()
+    await runtime.service.drain(runtime.config.gateway.deadlines.drain_s)

@@ -1,0 +1,224 @@
+"""A whole server in one object: gateway, supervisor and workers, started and stopped in order.
+
+`serve`, `demo` and the tests use this; only they differ in who waits for what.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import uvicorn
+
+from splitserve.api.app import App
+from splitserve.api.completions import ServedModel
+from splitserve.clock import MonotonicClock
+from splitserve.cluster.cores import divide_cores
+from splitserve.cluster.rundir import make_run_dir, remove_run_dir
+from splitserve.cluster.supervisor import Supervisor
+from splitserve.config import ServeConfig
+from splitserve.errors import ConfigError
+from splitserve.gateway.hub import WorkerHub
+from splitserve.gateway.metrics import Metrics
+from splitserve.gateway.service import GatewayService
+from splitserve.kv.format import KVFormat
+from splitserve.model.info import ModelInfo, describe
+from splitserve.model.simulated import simulated_format
+from splitserve.text.template import ChatTemplate
+from splitserve.text.tokenizer import Tokenizer
+from splitserve.worker.spec import ModelSpec, WorkerSpec
+
+log = logging.getLogger(__name__)
+
+
+class Runtime:
+    """One server. `start` returns when it is ready; `stop` leaves nothing behind."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        model_dir: Path,
+        model_name: str,
+        say: Callable[[str], None] = log.info,
+    ) -> None:
+        self.config = config
+        self.info: ModelInfo = describe(model_dir)
+        self._model_dir = model_dir
+        self._model_name = model_name
+        self._say = say
+        self.kv_format = self._kv_format()
+        self.num_blocks = self._num_blocks()
+        self._run_dir: Path | None = None
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
+        return f"http://{host}:{self.port}"
+
+    async def start(self) -> None:
+        """Listen, load, start workers, serve. On any failure everything is stopped again."""
+        listener = self._listen()
+        self.port: int = listener.getsockname()[1]
+        try:
+            await self._start(listener)
+        except BaseException:
+            await self.stop(drain_s=0.0)
+            listener.close()
+            raise
+
+    async def _start(self, listener: socket.socket) -> None:
+        clock = MonotonicClock()
+        self._run_dir = make_run_dir()
+        self.hub = WorkerHub(f"ipc://{self._run_dir}/gateway.sock", clock, self.info.identity)
+        self.hub.start()
+        self.supervisor = Supervisor(
+            ModelSpec(
+                str(self._model_dir),
+                self.config.runner,
+                self.config.simulated_step_s,
+                self.config.simulated_token_s,
+            ),
+            self._worker_specs(),
+            self.hub,
+            clock,
+            start_s=self.config.gateway.deadlines.start_s,
+            hang_s=self.config.hang_s,
+            say=self._say,
+        )
+        metrics = Metrics(self.hub, self.supervisor.num_restarts)
+        self.service = GatewayService(self.hub, self.config.gateway, clock, metrics)
+        self.app = App(self.service)
+        self._server = _Server(
+            uvicorn.Config(
+                self.app,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=2,
+                limit_concurrency=None,
+            )
+        )
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        await self.supervisor.start()
+        self.app.serve_model(self._served_model())
+
+    async def stop(self, drain_s: float | None = None) -> None:
+        """Drain within the deadline, then stop gateway, workers and zygote."""
+        if drain_s is None:
+            drain_s = self.config.gateway.deadlines.drain_s
+        if hasattr(self, "service"):
+            num_ended = await self.service.drain(drain_s)
+            if num_ended:
+                self._say(f"{num_ended} answers were not finished in time and got an error")
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await asyncio.gather(self._serving, return_exceptions=True)
+        if hasattr(self, "supervisor"):
+            await self.supervisor.stop()
+        if hasattr(self, "hub"):
+            self.hub.close()
+        if self._run_dir is not None:
+            remove_run_dir(self._run_dir)
+
+    def describe_plan(self) -> list[str]:
+        """What will run where, and how much KV each worker holds, for a person to read."""
+        lines = []
+        for spec in self._worker_specs():
+            cores = ",".join(map(str, spec.cores))
+            lines.append(
+                f"{spec.worker_id}: cores {cores}, {spec.num_threads} thread(s), "
+                f"KV pool {self.num_blocks * self.config.block_size} tokens "
+                f"({self.num_blocks * self.kv_format.block_bytes / 2**20:.0f} MiB)"
+            )
+        return lines
+
+    # --- inside
+
+    def _kv_format(self) -> KVFormat:
+        if self.config.runner == "simulated":
+            return simulated_format(self.config.block_size)
+        return self.info.kv_format(self.config.block_size)
+
+    def _num_blocks(self) -> int:
+        """Blocks per worker: what the memory holds, but no more than all sequences could fill."""
+        fitting = self.config.kv_memory_bytes // self.kv_format.block_bytes
+        usable = -(-self.info.max_model_len // self.config.block_size) * self.config.max_sequences
+        num_blocks = min(fitting, usable)
+        if num_blocks < 2:
+            raise ConfigError(
+                f"--kv-memory holds {fitting} blocks of {self.kv_format.block_bytes} bytes; "
+                "at least 2 are needed."
+            )
+        return num_blocks
+
+    def _worker_specs(self) -> list[WorkerSpec]:
+        config = self.config
+        shares = divide_cores(len(config.roles))
+        return [
+            WorkerSpec(
+                worker_id=worker_id,
+                epoch="",
+                role=role,
+                gateway=f"ipc://{self._run_dir}/gateway.sock",
+                cores=share.cores,
+                num_threads=share.num_threads,
+                num_blocks=self.num_blocks,
+                block_size=config.block_size,
+                exact=config.exact,
+                chunked_prefill=config.chunked_prefill,
+                prefix_cache=config.prefix_cache,
+                max_batched_tokens=config.max_batched_tokens,
+                max_sequences=config.max_sequences,
+                lease_term_s=config.lease_term_s,
+                digests=config.digests,
+                faults=config.faults,
+            )
+            for (worker_id, role), share in zip(config.roles, shares, strict=True)
+        ]
+
+    def _served_model(self) -> ServedModel:
+        pool_tokens = self.num_blocks * self.config.block_size
+        defaults = msgspec.structs.asdict(self.info.defaults)
+        return ServedModel(
+            names=(self._model_name,),
+            created=int(time.time()),
+            tokenizer=Tokenizer.load(self._model_dir),
+            template=ChatTemplate.load(self._model_dir),
+            generation_defaults={name: x for name, x in defaults.items() if x is not None},
+            eos_ids=self.info.eos_ids,
+            vocab_size=self.info.vocab_size,
+            max_model_len=min(self.info.max_model_len, pool_tokens),
+        )
+
+    def _listen(self) -> socket.socket:
+        """Bind first: a port that is taken is an error before anything is loaded."""
+        family = socket.AF_INET6 if ":" in self.config.host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((self.config.host, self.config.port))
+        except OSError as error:
+            listener.close()
+            raise ConfigError(
+                f"Can't listen on {self.config.host}:{self.config.port}: {error.strerror}.",
+                advice="Choose another with --host and --port.",
+            ) from error
+        listener.listen(2048)
+        listener.setblocking(False)
+        return listener
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: whoever runs us decides when to drain."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
