@@ -7,6 +7,7 @@ import enum
 import msgspec
 
 from splitserve.errors import ConfigError
+from splitserve.faults import Faults
 from splitserve.wire import Role
 
 
@@ -104,6 +105,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if self.digests not in ("full", "lease"):
             raise ConfigError(f"digests is `full` or `lease`, not {self.digests!r}.")
+        Faults(self.faults)  # an error now, rather than in each worker
         if self.block_size < 16 or self.block_size % 16:
             raise ConfigError("The block size is a multiple of 16 tokens, the granule.")
         if not 1 <= self.max_sequences <= self.max_batched_tokens:

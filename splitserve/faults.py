@@ -7,19 +7,24 @@ setting nothing is injected. Points:
   fetch.begin   before the first block is copied
   fetch.block   before each block is copied
   fetch.verify  after the last block was copied, before its proof
+  step          after a step of the engine, when its frame has left
 
-Setting: comma-separated `point=delay:SECONDS` or `point=flip` (flip one bit of the block copied
-last, at fetch.block or fetch.verify).
+Setting: comma-separated `point=delay:SECONDS`, `point=hold:PATH` (wait as long as the file exists;
+`{worker}` in PATH is the worker's id) or `point=flip` (flip one bit of the block copied last, at
+fetch.block or fetch.verify).
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 
 from splitserve.errors import ConfigError
 
-POINTS = ("seal", "fetch.begin", "fetch.block", "fetch.verify")
+POINTS = ("seal", "fetch.begin", "fetch.block", "fetch.verify", "step")
+
+_HOLD_PERIOD_S = 0.01
 
 
 class Faults:
@@ -27,6 +32,7 @@ class Faults:
 
     def __init__(self, setting: str = "") -> None:
         self._delays_s: dict[str, float] = {}
+        self._holds: dict[str, Path] = {}
         self._flips: set[str] = set()
         for part in filter(None, (x.strip() for x in setting.split(","))):
             self._parse(part)
@@ -43,9 +49,14 @@ class Faults:
             if kind == "delay":
                 self._delays_s[point] = float(argument)
                 return
+            if kind == "hold" and argument:
+                self._holds[point] = Path(argument)
+                return
         except ValueError:
             pass
-        raise ConfigError(f"Fault {part!r}: expected {point}=delay:SECONDS or {point}=flip.")
+        raise ConfigError(
+            f"Fault {part!r}: expected {point}=delay:SECONDS, {point}=hold:PATH or {point}=flip."
+        )
 
     @property
     def delays_s(self) -> Mapping[str, float]:
@@ -56,6 +67,9 @@ class Faults:
         delay_s = self._delays_s.get(point)
         if delay_s:
             cancelled.wait(delay_s)
+        path = self._holds.get(point)
+        while path is not None and path.exists() and not cancelled.wait(_HOLD_PERIOD_S):
+            pass
 
     def flips(self, point: str) -> bool:
         """Whether to damage the block at hand."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 from types import FrameType
 from typing import Protocol
 
@@ -79,6 +80,7 @@ class Worker:
             ),
         )
         leases = LeaseTable(spec.epoch, spec.lease_term_s)
+        self._faults = Faults(spec.faults.replace("{worker}", spec.worker_id))
         self._connector: Connector = make_p2p(
             P2PConfig(spec.worker_id, spec.epoch, identity.digest(), kv_format, spec.digests),
             ShmTransport(self._segment),
@@ -86,7 +88,7 @@ class Worker:
             leases,
             clock,
             self._link.wake,
-            Faults(spec.faults),
+            self._faults,
         )
         scheduler = Scheduler(
             SchedulerConfig(
@@ -100,6 +102,7 @@ class Worker:
         )
         self.engine = Engine(scheduler, runner, self._connector, clock, identity.digest())
         self._clock = clock
+        self._no_cancel = threading.Event()
         self._stopping = False
         self._last_frame_s = clock.now()
 
@@ -112,7 +115,9 @@ class Worker:
             self.engine.pump()
             progressed = self.engine.step()
             self._tell(progressed)
-            if not progressed and not self._stopping:
+            if progressed:
+                self._faults.hit("step", self._no_cancel)
+            elif not self._stopping:
                 self._link.wait(self._patience_s())
 
     def close(self) -> None:
