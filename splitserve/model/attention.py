@@ -78,8 +78,10 @@ def attend(
     query: [1, heads, T, D]; key, value: [1, kv heads, T, D]. Returns [1, T, heads, D].
     """
     if paged is None:
-        raise RuntimeError("a model that was loaded for the paged pool ran without it")
-    _refuse(kwargs, query, key, value, paged)
+        raise UnsupportedModel(
+            f"{type(module).__name__} can't be served: its layers do not pass our arguments on."
+        )
+    _refuse(module, kwargs, query, key, value, paged)
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     packed_query, packed_key, packed_value = (
@@ -155,6 +157,7 @@ def _attend_run(
 
 
 def _refuse(
+    module: torch.nn.Module,
     kwargs: dict[str, Any],
     query: torch.Tensor,
     key: torch.Tensor,
@@ -175,4 +178,6 @@ def _refuse(
     if query.dtype != torch.float32:
         asked.append(f"computing in {query.dtype}")
     if asked:
-        raise UnsupportedModel(f"The attention kernels can't carry: {', '.join(asked)}.")
+        raise UnsupportedModel(
+            f"{type(module).__name__} can't be served, it asks for: {', '.join(asked)}."
+        )

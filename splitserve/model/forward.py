@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,9 @@ from splitserve.errors import ConfigError, WorkerFault
 from splitserve.kv.format import KVFormat
 from splitserve.model.attention import PagedStep, Run
 from splitserve.model.kernels import GRANULE
-from splitserve.model.loader import LoadedModel
+
+if TYPE_CHECKING:  # the loader tries a model out with a Forward
+    from splitserve.model.loader import LoadedModel
 
 _TORCH_ATTENTION_FROM = 16  # query tokens of a sequence in a step
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
-from splitserve.errors import ModelUnavailable, UnsupportedModel
+from splitserve.engine.step import Draw, PlanItem, StepPlan
+from splitserve.errors import ModelUnavailable, UnsupportedModel, WorkerFault
 from splitserve.kv.format import KVFormat, ModelIdentity
 from splitserve.model import attention
+from splitserve.model.forward import Forward
 from splitserve.model.info import ModelInfo, describe
+from splitserve.model.kernels import GRANULE
+from splitserve.sampling import Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,21 +69,21 @@ def load(path: Path, dtype: str = "float32") -> LoadedModel:
         raise ModelUnavailable(f"{path} can't be loaded: {error}") from error
     module.eval()
     module.requires_grad_(False)
-    _require_paged(module, info)
-    return LoadedModel(module=module, info=info)
+    loaded = LoadedModel(module=module, info=info)
+    _require_paged(loaded)
+    return loaded
 
 
-def _require_paged(module: Any, info: ModelInfo) -> None:
-    """Refuse what the configuration file did not give away."""
-    kind = info.model_type
-    if not getattr(type(module), "_supports_attention_backend", False):
+def _require_paged(loaded: LoadedModel) -> None:
+    """Refuse, after one small pass, what the configuration file did not give away."""
+    info, kind = loaded.info, loaded.info.model_type
+    if not getattr(type(loaded.module), "_supports_attention_backend", False):
         raise UnsupportedModel(
             f"Models of type {kind} can't be served: their attention is not replaceable."
         )
-    layers = [one for one in module.modules() if hasattr(one, "layer_idx")]
-    with_attention = {one.layer_idx for one in layers if "Attention" in type(one).__name__}
-    if with_attention != set(range(info.num_layers)):
-        raise UnsupportedModel(
-            f"Models of type {kind} can't be served: {len(with_attention)} of {info.num_layers} "
-            "layers have attention."
-        )
+    blocks = np.zeros((1, info.kv_format(GRANULE).block_bytes), np.uint8)
+    item = PlanItem("try", [0, 0], 0, [0], Draw(Sampling(seed=0, max_tokens=1), [], []))
+    try:
+        Forward(loaded, blocks, GRANULE).logits(StepPlan([item]))
+    except WorkerFault as fault:
+        raise UnsupportedModel(f"Models of type {kind} can't be served: {fault.message}") from fault

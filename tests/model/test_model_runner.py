@@ -62,7 +62,11 @@ def test_greedy_equals_transformers(
     prompt = prompt_of(70, 1)
     module = AutoModelForCausalLM.from_pretrained(tiny_path, dtype=torch.float32)
     expected = module.generate(
-        torch.tensor([prompt]), max_new_tokens=30, do_sample=False, eos_token_id=None
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, 70, dtype=torch.long),  # else guessed from the padding id
+        max_new_tokens=30,
+        do_sample=False,
+        eos_token_id=None,
     )
     runner = TorchRunner(tiny, blocks, 16, is_exact, 1)
     sequence = Sequence("a", prompt, [9, 3, 77, 4, 50, 6, 7], GREEDY)
