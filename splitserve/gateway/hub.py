@@ -233,7 +233,10 @@ class WorkerHub:
             )
             return
         self.workers[hello.worker_id] = WorkerHandle(
-            hello, address, self._clock.now(), wire.View(total_blocks=hello.num_blocks)
+            hello,
+            address,
+            self._clock.now(),
+            wire.View(free_blocks=hello.num_blocks, total_blocks=hello.num_blocks),
         )
         self._tell_change()
 
