@@ -250,7 +250,7 @@ class P2PWorker(WorkerSide):
         """The opened source of an offer; closes those that are gone on the way."""
         key = (offer.worker_id, offer.epoch)
         for known, peer in list(self._peers.items()):
-            if known != key and not peer.channel.is_open:
+            if peer.channel.is_broken or (known != key and not peer.channel.is_open):
                 peer.close()
                 del self._peers[known]
         if key not in self._peers:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import selectors
 import socket
 import struct
@@ -184,6 +185,7 @@ class SideChannel:
         try:
             reply, _ = self._exchange(Confirm(lease_id))
         except OSError:
+            self.close()
             return False
         return isinstance(reply, Confirmed) and reply.held
 
@@ -197,13 +199,17 @@ class SideChannel:
 
     @property
     def is_open(self) -> bool:
-        """The source has not closed its end."""
-        try:
-            return self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
-        except BlockingIOError:
-            return True
-        except OSError:
+        """Neither end has closed it. The source never speaks unasked: readable means closed."""
+        if self.is_broken:
             return False
+        poller = select.poll()  # not recv with MSG_DONTWAIT: a socket with a timeout still waits
+        poller.register(self._socket, select.POLLIN)
+        return not poller.poll(0)
+
+    @property
+    def is_broken(self) -> bool:
+        """An exchange failed half way: a late answer would be taken for that of another."""
+        return self._socket.fileno() < 0
 
     def close(self) -> None:
         self._socket.close()
