@@ -15,9 +15,9 @@ from splitserve.connector.base import Connector, FetchDone, HandoffState, SealDo
 from splitserve.engine.scheduler import Drawn, Scheduler
 from splitserve.engine.sequence import Sequence, Status
 from splitserve.engine.step import Runner, StepPlan, StepResult
-from splitserve.errors import SplitserveError, WorkerFault
+from splitserve.errors import SplitserveError, TransferFailed, WorkerFault
 from splitserve.kv.keys import root_key
-from splitserve.kv.lease import Lease
+from splitserve.kv.lease import Lease, LeaseEnd
 from splitserve.kv.table import BlockTable
 
 log = logging.getLogger(__name__)
@@ -125,8 +125,7 @@ class Engine:
     def pump(self) -> None:
         """Take in what happened outside: ended leases, digests, fetches. Then start fetches."""
         now = self.clock.now()
-        for lease in self.scheduler.collect_leases(now):
-            self._leases_by_request.pop(lease.request_id, None)
+        self._collect_leases(now)
         for event in self.connector.worker.poll():
             if isinstance(event, SealDone):
                 self._offer(event)
@@ -184,12 +183,13 @@ class Engine:
         """Nothing queued, running, fetching, leased or in quarantine."""
         return (
             not self._sequences
-            and not self.scheduler.leases.num_active
+            and self.scheduler.leases.is_settled
             and not self.scheduler.pool.num_quarantined
         )
 
     def check(self) -> None:
         """Assert the invariants; when idle, also that every block is free or cached."""
+        self._collect_leases(self.clock.now())
         self.scheduler.check()
         if self.is_idle:
             counts = self.scheduler.pool.counts()
@@ -197,6 +197,10 @@ class Engine:
             assert not self._leases_by_request, self._leases_by_request
 
     # --- inside
+
+    def _collect_leases(self, now: float) -> None:
+        for lease in self.scheduler.collect_leases(now):
+            self._leases_by_request.pop(lease.request_id, None)
 
     def _execute(self, plan: StepPlan) -> tuple[StepPlan, StepResult]:
         """Run the plan. If the runner raises, run its items one by one, so that only those ends
@@ -256,7 +260,11 @@ class Engine:
 
     def _offer(self, event: SealDone) -> None:
         lease, sequence = self._unsealed.pop(event.lease_id)
-        if lease.ended is not None:
+        if lease.ended is LeaseEnd.RELEASED:
+            return
+        if not self.scheduler.leases.renew(lease.lease_id, self.clock.now()):
+            late = "The lease expired before its digests were computed."
+            self._end(sequence.request_id, "error", TransferFailed.code, late)
             return
         num_tokens = len(sequence.tokens) - 1
         state = HandoffState(

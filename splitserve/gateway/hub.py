@@ -17,7 +17,7 @@ import zmq
 
 from splitserve import wire
 from splitserve.clock import Clock
-from splitserve.errors import FormatMismatch
+from splitserve.errors import FormatMismatch, WorkerLost
 from splitserve.kv.format import ModelIdentity
 from splitserve.router.candidates import Candidate
 
@@ -123,7 +123,9 @@ class WorkerHub:
         del self.workers[worker_id]
         waiter = self._check_waiters.pop(worker_id, None)
         if waiter is not None and not waiter.done():
-            waiter.set_exception(FormatMismatch(f"{worker_id} died: {reason}"))
+            waiter.set_exception(
+                WorkerLost(f"{worker_id} {reason} when its invariants were checked.")
+            )
         for leg in list(handle.legs.values()):
             leg.listener.on_lost(reason)
         handle.legs.clear()

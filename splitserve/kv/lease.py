@@ -112,6 +112,12 @@ class LeaseTable:
             return min((x.deadline_s for x in self._active.values()), default=None)
 
     @property
+    def is_settled(self) -> bool:
+        """No lease is active, and none that ended still pins its blocks."""
+        with self._lock:
+            return not self._active and not self._uncollected
+
+    @property
     def num_active(self) -> int:
         with self._lock:
             return len(self._active)
