@@ -10,8 +10,7 @@ setting nothing is injected. Points:
   step          after a step of the engine, when its frame has left
 
 Setting: comma-separated `point=delay:SECONDS`, `point=hold:PATH` (wait as long as the file exists;
-`{worker}` in PATH is the worker's id) or `point=flip` (flip one bit of the block copied last, at
-fetch.block or fetch.verify).
+`{worker}` in PATH is the worker's id) or `fetch.block=flip` (flip one bit of each block copied).
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Faults:
         if point not in POINTS:
             raise ConfigError(f"Unknown fault point {point!r}; known: {', '.join(POINTS)}.")
         try:
-            if kind == "flip":
+            if kind == "flip" and point == "fetch.block":
                 self._flips.add(point)
                 return
             if kind == "delay":

@@ -289,13 +289,13 @@ class Engine:
         assert sequence.offer is not None
         assert event.proof is not None
         offer = sequence.offer
-        num_moved = event.num_bytes // offer.format.block_bytes * offer.format.block_size
+        num_reused = len(offer.block_ids) - event.num_bytes // offer.format.block_bytes
         self.outbox.notices.append(
             wire.FetchEnded(
                 event.request_id,
                 event.seconds,
                 event.num_bytes,
-                max(0, offer.num_tokens - num_moved),
+                min(offer.num_tokens, num_reused * offer.format.block_size),
                 event.proof,
             )
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,18 @@ import numpy.typing as npt
 from splitserve.errors import ConfigError, TransferFailed
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def available_memory_bytes() -> int:
+    """What can still be allocated without swapping, by the machine and by the control group."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(fields["MemAvailable"].split()[0]) << 10
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        current = Path("/sys/fs/cgroup/memory.current").read_text().strip()
+    except OSError:
+        return available
+    return available if limit == "max" else min(available, int(limit) - int(current))
 
 
 class Segment:
@@ -34,6 +47,14 @@ class Segment:
     def create(cls, num_blocks: int, block_bytes: int, name: str = "splitserve-kv") -> Segment:
         """Allocate and seal a segment; raise ConfigError if the memory can't be had."""
         size = num_blocks * block_bytes
+        available = available_memory_bytes()
+        if size > available:
+            # Asking the kernel would not fail at once: it hands out pages until none are left.
+            raise ConfigError(
+                f"A KV pool of {size / 2**20:.0f} MiB can't be allocated: "
+                f"{available / 2**20:.0f} MiB are available.",
+                advice="Lower --kv-memory.",
+            )
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(fd, 0, size)

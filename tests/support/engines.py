@@ -1,0 +1,135 @@
+"""Engines in this process: real scheduler, pool, connector and transport, a simulated model."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+
+from splitserve import wire
+from splitserve.clock import Clock, MonotonicClock
+from splitserve.connector.p2p import P2PConfig, make_p2p
+from splitserve.engine.engine import Engine
+from splitserve.engine.scheduler import Scheduler, SchedulerConfig
+from splitserve.engine.step import Draw
+from splitserve.faults import Faults
+from splitserve.kv.lease import LeaseTable
+from splitserve.kv.pool import BlockPool
+from splitserve.model.simulated import (
+    SimulatedRunner,
+    next_token,
+    prefix_hashes,
+    simulated_format,
+)
+from splitserve.sampling import Sampling
+from splitserve.transport.segment import Segment
+from splitserve.transport.shm import ShmTransport
+
+VOCAB = 512
+IDENTITY = b"simulated"
+
+
+def expected_tokens(prompt_ids: list[int], sampling: Sampling, num: int) -> list[int]:
+    """The answer that a simulated model gives, computed without any engine."""
+    tokens = list(prompt_ids)
+    for _ in range(num):
+        draw = Draw(sampling, prompt_ids, tokens[len(prompt_ids) :])
+        token_id = next_token(int(prefix_hashes(tokens)[-1]), draw, VOCAB)
+        tokens.append(token_id)
+        if token_id in sampling.stop_ids:
+            break
+    return tokens[len(prompt_ids) :]
+
+
+class EngineHost:
+    """One engine with its own pool, as a worker process has it."""
+
+    def __init__(
+        self,
+        num_blocks: int = 64,
+        config: SchedulerConfig | None = None,
+        *,
+        clock: Clock | None = None,
+        block_size: int = 16,
+        digests: str = "full",
+        faults: str = "",
+        term_s: float = 30.0,
+        identity: bytes = IDENTITY,
+        epoch: str = "",
+        worker_id: str = "w",
+    ) -> None:
+        clock = clock or MonotonicClock()
+        kv_format = simulated_format(block_size)
+        self.woken = threading.Event()
+        self.is_closed = False
+        self.segment = Segment.create(num_blocks, kv_format.block_bytes)
+        self.leases = LeaseTable(epoch or secrets.token_hex(4), term_s)
+        self.config = P2PConfig(
+            worker_id, epoch or secrets.token_hex(6), identity, kv_format, digests
+        )
+        self.connector = make_p2p(
+            self.config,
+            ShmTransport(self.segment),
+            self.segment,
+            self.leases,
+            clock,
+            self.woken.set,
+            Faults(faults),
+        )
+        self.pool = BlockPool(num_blocks, block_size)
+        self.scheduler = Scheduler(config or SchedulerConfig(), self.pool, self.leases)
+        runner = SimulatedRunner(self.segment.blocks, block_size, VOCAB)
+        self.engine = Engine(self.scheduler, runner, self.connector, clock, identity)
+        self.tokens: dict[str, list[int]] = {}
+        self.notices: list[wire.Notice] = []
+
+    def submit(
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        leg: wire.Leg = wire.Leg.WHOLE,
+        output_ids: list[int] | None = None,
+        offer: wire.Offer | None = None,
+        salt: str = "",
+    ) -> None:
+        self.engine.submit(
+            wire.Submit(request_id, leg, prompt_ids, output_ids or [], sampling, salt, offer)
+        )
+
+    def turn(self) -> bool:
+        """One turn of the engine loop; what it tells is kept in `tokens` and `notices`."""
+        self.engine.pump()
+        progressed = self.engine.step()
+        outbox = self.engine.take_outbox()
+        for token in outbox.tokens:
+            self.tokens.setdefault(token.request_id, []).append(token.token_id)
+        self.notices += outbox.notices
+        return progressed
+
+    def run_until(self, *kinds: type, num: int = 1, limit: int = 2_000) -> list[wire.Notice]:
+        """Turn until `num` notices of the kinds are there; returns them."""
+        for _ in range(limit):
+            found = [notice for notice in self.notices if isinstance(notice, kinds)]
+            if len(found) >= num:
+                return found
+            if not self.turn():
+                self.woken.wait(0.05)
+                self.woken.clear()
+        raise AssertionError(f"no {kinds} within {limit} turns: {self.notices}")
+
+    def settle(self) -> None:
+        """Turn until idle, then check every invariant."""
+        for _ in range(2000):
+            self.turn()
+            if self.engine.is_idle:
+                break
+            self.woken.wait(0.01)
+            self.woken.clear()
+        self.engine.check()
+        assert self.engine.is_idle
+
+    def close(self) -> None:
+        """Like the end of a worker process; may be called again."""
+        if not self.is_closed:
+            self.is_closed = True
+            self.connector.worker.close()
