@@ -65,7 +65,13 @@ class Timeline:
         return [m.worker for m in self.marks if m.moment is moment and m.worker is not None]
 
     def _span(self, start: Moment, stop: Moment) -> float | None:
-        first, last = self.last(start), self.last(stop)
+        """From when `start` came last; None if `stop` has not come since."""
+        first = last = None
+        for mark in self.marks:
+            if mark.moment is start:
+                first, last = mark.at_s, None
+            elif mark.moment is stop:
+                last = mark.at_s
         return None if first is None or last is None else last - first
 
     @property

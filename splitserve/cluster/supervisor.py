@@ -152,8 +152,7 @@ class Supervisor:
 
     async def _restart(self, slot: _Slot, delay_s: float) -> None:
         await asyncio.sleep(delay_s)
-        if self._revival is None:
-            self._spawn(slot)
+        self._spawn(slot)
 
     def _on_zygote_death(self, code: int | None) -> None:
         if self._stopping or self._revival is not None:
@@ -161,6 +160,8 @@ class Supervisor:
         log.error("the process that workers are forked from exited with %s", code)
         for slot in self._slots.values():
             slot.pid = None
+            if slot.restart is not None:
+                slot.restart.cancel()  # the revival starts all of them
             self._hub.lost(slot.template.worker_id, slot.epoch, "died with its parent")
         self._revival = asyncio.create_task(self._revive())
 

@@ -53,7 +53,10 @@ class ZygoteClient:
         return self._process.pid if self._process is not None else None
 
     async def start(self, timeout_s: float) -> float:
-        """Start the process; returns the seconds that loading took, or raises why it can't."""
+        """Start the process; returns the seconds that loading took, or raises why it can't.
+
+        Whatever keeps it from loading, also a cancellation, it is gone then.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         environment = os.environ | {
@@ -77,8 +80,13 @@ class ZygoteClient:
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._preloaded
-        except TimeoutError:
-            raise NoWorker(f"The model was not loaded within {timeout_s:g} s.") from None
+        except BaseException as error:
+            self._detach()
+            self._process.kill()
+            self._process.wait()
+            if isinstance(error, TimeoutError):
+                raise NoWorker(f"The model was not loaded within {timeout_s:g} s.") from None
+            raise
 
     def spawn(self, spec: WorkerSpec) -> bool:
         """Ask for a worker; `Spawned` follows. False if the zygote is gone: `on_death` follows."""

@@ -19,6 +19,7 @@ from splitserve.errors import (
     DeadlineExceeded,
     NoWorker,
     SplitserveError,
+    TransferFailed,
     WorkerFault,
     WorkerLost,
 )
@@ -64,7 +65,8 @@ class Journey:
         self._num_failed_transfers = 0
         self._changed = asyncio.Event()
         self._arrived_s = clock.now()
-        self._last_token_s = self._arrived_s
+        self._waiting_since_s = self._arrived_s  # the last token, or the last retry
+        self._silent: set[str] = set()  # workers that fell silent under this request
         self.timeline.mark(Moment.ARRIVED, self._arrived_s)
 
     @property
@@ -240,7 +242,9 @@ class Journey:
 
     async def _pick(self, leg: Leg) -> str:
         while True:
-            picked = pick(leg, self._hub.candidates())
+            candidates = self._hub.candidates()
+            heard = [x for x in candidates if x.worker_id not in self._silent]
+            picked = pick(leg, heard) or pick(leg, candidates)
             if picked is not None:
                 self.timeline.notes.append(picked.reason)
                 return picked.worker_id
@@ -265,14 +269,15 @@ class Journey:
                 raise self._too_late("first token", deadlines.first_token_s) from None
             if phase is not None:
                 raise self._too_late(phase, deadlines.prefill_queue_s) from None
+            self._silent.add(stream.worker_id)
             raise LegLost(f"{stream.worker_id} was silent for too long") from None
 
     def _token_limit_s(self) -> float:
-        """When the next token must be there."""
+        """When the next token must be there. After the first one, each attempt has a whole gap."""
         deadlines = self._config.deadlines
         if not self.output_ids:
             return self._arrived_s + deadlines.first_token_s
-        return self._last_token_s + deadlines.token_gap_s
+        return self._waiting_since_s + deadlines.token_gap_s
 
     def _take_token(self, token: LegToken, stream: LegStream) -> None:
         if token.index != len(self.output_ids):
@@ -280,7 +285,7 @@ class Journey:
                 f"{stream.worker_id} sent token {token.index}, not {len(self.output_ids)}"
             )
         now = self._clock.now()
-        self._last_token_s = now
+        self._waiting_since_s = now
         self.output_ids.append(token.token_id)
         if token.index == 0:
             self.timeline.mark(Moment.FIRST_TOKEN, now, stream.worker_id)
@@ -289,6 +294,8 @@ class Journey:
         self._changed.set()
 
     def _take_end(self, end: wire.End) -> None:
+        if end.code == TransferFailed.code:
+            raise LegLost(end.message)
         if end.reason == "error":
             raise WorkerFault(end.message)
         self.end_reason = end.reason
@@ -316,6 +323,7 @@ class Journey:
         if self.num_retries > self._config.retries:
             raise WorkerLost(f"Gave up after {self.num_retries} tries: {reason}.")
         self.timeline.attempt += 1
+        self._waiting_since_s = self._clock.now()
 
     @staticmethod
     def _too_late(phase: str, limit_s: float) -> DeadlineExceeded:
