@@ -93,45 +93,35 @@ def fail(error: SplitserveError) -> None:
 
 async def _serve(config: ServeConfig, resolved: ResolvedModel) -> int:
     runtime = Runtime(config, resolved.path, resolved.name, console.print)
-    stop = asyncio.Event()
+    stop, stop_now = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
-    num_signals = 0
 
     def on_signal(signum: signal.Signals) -> None:
-        nonlocal num_signals
-        num_signals += 1
-        if num_signals == 1:
+        if stop.is_set():
+            stop_now.set()
+        elif starting.done():
             console.print(f"{signum.name}: draining; once more to stop now")
         stop.set()
-        if num_signals > 1:
-            draining.cancel()
 
     for signum in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signum, on_signal, signum)
     console.print(f"model {resolved.name} ({resolved.source})")
     for line in runtime.describe_plan():
         console.print(f"  {line}")
-    draining = asyncio.create_task(_drain_when(stop, runtime))
     starting = asyncio.create_task(runtime.start())
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
-        draining.cancel()
         return 0
-    try:
-        starting.result()
-    except BaseException:
-        draining.cancel()
-        raise
+    starting.result()
     console.print(f"ready: {runtime.url}/v1")
-    await asyncio.gather(draining, return_exceptions=True)
+    await stopping
+    draining = asyncio.create_task(runtime.service.drain(config.gateway.deadlines.drain_s))
+    hurrying = asyncio.create_task(stop_now.wait())
+    await asyncio.wait([draining, hurrying], return_when=asyncio.FIRST_COMPLETED)
+    draining.cancel()
     await runtime.stop(drain_s=0.0)
     console.print("stopped")
     return 0
-
-
-async def _drain_when(stop: asyncio.Event, runtime: Runtime) -> None:
-    await stop.wait()
-    await runtime.service.drain(runtime.config.gateway.deadlines.drain_s)

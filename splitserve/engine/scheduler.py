@@ -3,8 +3,8 @@
 Chunked prefill (Sarathi-Serve's Algorithm 3): all decodes first, one token each, then prefills that
 are partly done, then new ones, within a token budget per step. The other mode is prefill first:
 while prompts wait and fit, a step holds whole prompts only. Both admit first come, first served,
-and preempt the newest when blocks run out; the preempted is computed again from its tokens, of which
-the prefix cache usually still has most.
+and preempt the newest when blocks run out; the preempted is computed again from its tokens, of
+which the prefix cache usually still has most.
 """
 
 from __future__ import annotations

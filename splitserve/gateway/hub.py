@@ -58,7 +58,7 @@ class WorkerHandle:
     def worker_id(self) -> str:
         return self.hello.worker_id
 
-    def candidate(self) -> Candidate:
+    def candidate(self, now_s: float) -> Candidate:
         return Candidate(
             worker_id=self.hello.worker_id,
             role=self.hello.role,
@@ -66,6 +66,7 @@ class WorkerHandle:
             num_legs=len(self.legs),
             pending_tokens=sum(leg.num_pending for leg in self.legs.values()),
             num_blocks=self.hello.num_blocks,
+            silent_s=now_s - self.last_frame_s,
         )
 
 
@@ -133,8 +134,9 @@ class WorkerHub:
 
     def candidates(self) -> list[Candidate]:
         """Live workers that take new legs."""
+        now = self._clock.now()
         return [
-            handle.candidate()
+            handle.candidate(now)
             for handle in self.workers.values()
             if handle.worker_id not in self.draining
         ]

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from splitserve.engine.step import Draw, PlanItem, StepPlan
 from splitserve.errors import ModelUnavailable, UnsupportedModel, WorkerFault
@@ -57,6 +58,7 @@ def load(path: Path, dtype: str = "float32") -> LoadedModel:
         raise UnsupportedModel(f"Computing in {dtype} is not supported on a CPU: use float32.")
     info = describe(path)
     attention.register()
+    disable_progress_bar()
     try:
         module = AutoModelForCausalLM.from_pretrained(
             path,

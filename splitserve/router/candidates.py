@@ -12,7 +12,8 @@ class Candidate:
     """A live worker: its role, its last view, and what the gateway has sent it since.
 
     pending_tokens: prompt tokens handed over and not yet known to be computed; num_legs: legs that
-    have not ended. Both are the gateway's own count, newer than the view.
+    have not ended. Both are the gateway's own count, newer than the view. silent_s: since the last
+    frame of its engine loop.
     """
 
     worker_id: str
@@ -21,6 +22,7 @@ class Candidate:
     num_legs: int
     pending_tokens: int
     num_blocks: int
+    silent_s: float = 0.0
 
 
 ROLES_FOR_LEG: dict[Leg, tuple[Role, Role]] = {

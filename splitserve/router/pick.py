@@ -11,6 +11,8 @@ import numpy.typing as npt
 from splitserve.router.candidates import ROLES_FOR_LEG, Candidate
 from splitserve.wire import Leg
 
+SILENT_S = 3.0  # an idle engine loop is heard every 0.25 s; a long step may take longer than this
+
 
 @dataclass(frozen=True, slots=True)
 class Pick:
@@ -21,11 +23,12 @@ class Pick:
 
 
 def eligible(leg: Leg, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Those of the preferred role, or, if none lives, of the other one."""
+    """Those of the preferred role, or, if none lives, of the other one; of them those that were
+    heard lately, if any."""
     for role in ROLES_FOR_LEG[leg]:
         kept = [candidate for candidate in candidates if candidate.role is role]
         if kept:
-            return kept
+            return [candidate for candidate in kept if candidate.silent_s <= SILENT_S] or kept
     return []
 
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import torch
 
-from splitserve.engine.step import Runner
+from splitserve.engine.step import Draw, PlanItem, Runner, StepPlan
 from splitserve.kv.format import KVFormat, ModelIdentity
 from splitserve.model import loader
 from splitserve.model.runner import TorchRunner
+from splitserve.sampling import Sampling
 from splitserve.transport.segment import Segment
 from splitserve.worker.spec import ModelSpec, WorkerSpec
 
@@ -40,4 +41,16 @@ class NativeModel:
         runner = TorchRunner(
             self._loaded, segment.blocks, spec.block_size, spec.exact, spec.num_threads
         )
+        _warm_up(runner, spec.block_size)
         return runner, runner.min_rows if spec.exact else None
+
+
+def _warm_up(runner: TorchRunner, block_size: int) -> None:
+    """Touch weights, libraries and kernels, so that the first request does not pay for it. The KV
+    it leaves in two blocks is read by nobody: they are free."""
+    blocks = [0, 1]
+    prompt = StepPlan([PlanItem("warm-up", [0] * block_size, 0, blocks, None)])
+    draw = Draw(Sampling(seed=0, max_tokens=1, temperature=0.0), [0], [])
+    decode = StepPlan([PlanItem("warm-up", [0], block_size, blocks, draw)])
+    for plan in (prompt, decode):
+        runner.execute(plan)
