@@ -47,7 +47,7 @@ def serve(
         str, typer.Option(help="Proof of a transfer: full (every block's digest) or lease.")
     ] = "full",
     deadline: Annotated[
-        list[str] | None, typer.Option(help="name=SECONDS, may be repeated; see docs/deadlines.md.")
+        list[str] | None, typer.Option(help="name=SECONDS, may be repeated; see docs/reference/deadlines.md.")
     ] = None,
     faults: Annotated[str, typer.Option(hidden=True, help="See splitserve/faults.py.")] = "",
     runner: Annotated[str, typer.Option(hidden=True, help="native or simulated.")] = "native",
@@ -121,6 +121,8 @@ async def _serve(config: ServeConfig, resolved: ResolvedModel) -> int:
     draining = asyncio.create_task(runtime.service.drain(config.gateway.deadlines.drain_s))
     hurrying = asyncio.create_task(stop_now.wait())
     await asyncio.wait([draining, hurrying], return_when=asyncio.FIRST_COMPLETED)
+    if draining.done() and draining.result():
+        console.print(f"{draining.result()} answers were not finished in time and got an error")
     draining.cancel()
     await runtime.stop(drain_s=0.0)
     console.print("stopped")
