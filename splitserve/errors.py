@@ -2,7 +2,7 @@
 
 `api` turns any of them into an OpenAI-style body: {"error": {"message", "type", "param", "code"}}.
 Foreign exceptions are translated into these at one border, where they arise.
-docs/errors.md lists every one; a test compares the two.
+docs/reference/errors.md is generated from it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the gateway counts, in Prometheus' words. docs/metrics.md lists them; a test compares."""
+"""What the gateway counts, in Prometheus' words. docs/reference/metrics.md is generated."""
 
 from __future__ import annotations
 
