@@ -28,6 +28,7 @@ class Answer:
         self._task = task
         self._detokenizer = detokenizer
         self._stops = StopScanner(stop_strings)
+        self._stop_ids = frozenset(journey.request.sampling.stop_ids)
 
     async def texts(self) -> AsyncIterator[str]:
         """Pieces of text as they become final, never empty; raise the journey's error.
@@ -60,12 +61,13 @@ class Answer:
         self._task.cancel()
 
     def _read(self, output_ids: list[int]) -> tuple[str, bool]:
-        """Text of the ids not read yet, up to a stop string."""
+        """Text of the ids not read yet, up to a stop string. A stop id has none, like an EOS."""
         pieces = []
         stopped = False
         while self.num_tokens < len(output_ids) and not stopped:
-            piece = self._detokenizer.push(output_ids[self.num_tokens])
+            token_id = output_ids[self.num_tokens]
             self.num_tokens += 1
+            piece = "" if token_id in self._stop_ids else self._detokenizer.push(token_id)
             if piece:
                 piece, stopped = self._stops.push(piece)
                 pieces.append(piece)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import secrets
 
 import msgspec
 
 from splitserve.api.completions import Completions, ServedModel
 from splitserve.api.http import ClientGone, Receive, Scope, Send, send_body, send_error
 from splitserve.api.responses import ModelCard, model_list, model_object
+from splitserve.api.schemas import Kind
 from splitserve.errors import (
     MethodNotAllowed,
     ModelNotFound,
@@ -23,7 +25,11 @@ from splitserve.gateway.service import GatewayService
 log = logging.getLogger(__name__)
 
 _METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
-_GENERATING = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
+_GENERATING: dict[str, Kind] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completion",
+}
+_ID_PREFIX = {"chat": "chatcmpl", "completion": "cmpl"}
 
 
 class App:
@@ -44,27 +50,37 @@ class App:
             return
         if scope["type"] != "http":
             raise RuntimeError(f"unexpected ASGI scope {scope['type']}")
+        path = scope["path"].rstrip("/") or "/"
+        kind = _GENERATING.get(path)
+        request_id = f"{_ID_PREFIX[kind] if kind else 'req'}-{secrets.token_hex(12)}"
+        headers = ((b"x-request-id", request_id.encode()),)
         try:
-            await self._route(scope, receive, send)
+            if kind is not None:
+                await self._generate(kind, request_id, scope, receive, send)
+            else:
+                await self._answer_get(path, scope, send)
+        except MethodNotAllowed as error:
+            allowed = b"GET, HEAD" if kind is None else b"POST"
+            await send_error(send, error, (*headers, (b"allow", allowed)))
         except SplitserveError as error:
-            await send_error(send, error)
+            await send_error(send, error, headers)
         except ClientGone:
             pass
         except asyncio.CancelledError:
             raise
         except Exception:
-            log.exception("%s %s", scope["method"], scope["path"])
-            await send_error(send, SplitserveError("Internal error in the gateway."))
+            log.exception("%s: %s %s", request_id, scope["method"], path)
+            await send_error(send, SplitserveError("Internal error in the gateway."), headers)
 
-    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path: str = scope["path"].rstrip("/") or "/"
-        if path in _GENERATING:
-            _require_method(scope, "POST")
-            if self._completions is None:
-                raise NoWorker("The workers are still starting.")
-            kind = "chat" if _GENERATING[path] == "chat" else "completion"
-            await self._completions.handle(kind, scope, receive, send)  # type: ignore[arg-type]
-            return
+    async def _generate(
+        self, kind: Kind, request_id: str, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        _require_method(scope, "POST")
+        if self._completions is None:
+            raise NoWorker("The workers are still starting.")
+        await self._completions.handle(kind, request_id, scope, receive, send)
+
+    async def _answer_get(self, path: str, scope: Scope, send: Send) -> None:
         body, content_type, status = self._get(path, scope)
         _require_method(scope, "GET", "HEAD")
         await send_body(send, status, body, content_type)

@@ -67,7 +67,9 @@ class Completions:
         self._seed_source = seed_source
         self._detokenizers = DetokenizerFactory(model.tokenizer)
 
-    async def handle(self, kind: Kind, scope: Scope, receive: Receive, send: Send) -> None:
+    async def handle(
+        self, kind: Kind, request_id: str, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         """One request, to its end; raise SplitserveError if nothing was sent yet."""
         config = self._service.config
         body = await read_body(scope, receive, config.max_body_bytes, config.deadlines.body_s)
@@ -75,10 +77,9 @@ class Completions:
         if parsed.model not in self._model.names:
             raise ModelNotFound(f"There is no model {parsed.model[:200]!r} here.", param="model")
         prompts = await self._prompts(parsed)
-        call = _Call(parsed, self._model.names[0])
+        call = _Call(parsed, self._model.names[0], request_id)
         generations = [
-            self._generation(parsed, ids, i, f"{call.request_id}-{i}")
-            for i, ids in enumerate(prompts)
+            self._generation(parsed, ids, i, f"{request_id}-{i}") for i, ids in enumerate(prompts)
         ]
         gone = asyncio.create_task(until_gone(receive))
         work = asyncio.create_task(self._answer(call, generations, send))
@@ -146,11 +147,10 @@ class Completions:
 class _Call:
     """One request's identity and how its answers are written."""
 
-    def __init__(self, parsed: ParsedRequest, model_name: str) -> None:
-        prefix = "chatcmpl" if parsed.kind == "chat" else "cmpl"
+    def __init__(self, parsed: ParsedRequest, model_name: str, request_id: str) -> None:
         self.parsed = parsed
-        self.request_id = f"{prefix}-{secrets.token_hex(12)}"
-        self.headers = ((b"x-request-id", self.request_id.encode()),)
+        self.request_id = request_id
+        self.headers = ((b"x-request-id", request_id.encode()),)
         self._created = int(time.time())
         self._model = model_name
 
