@@ -12,7 +12,13 @@ import http.client
 import itertools
 import json
 import os
+import re
+import secrets
+import shutil
 import signal
+import subprocess
+import sys
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -45,6 +51,16 @@ async def until(condition: Callable[[], object], what: str, limit_s: float = LIM
 async def within(awaitable: Awaitable[T], limit_s: float = LIMIT_S) -> T:
     async with asyncio.timeout(limit_s):
         return await awaitable
+
+
+@contextlib.contextmanager
+def held(path: Path) -> Iterator[None]:
+    """The file exists meanwhile."""
+    path.touch()
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
 
 
 @dataclass(slots=True)
@@ -131,12 +147,8 @@ class Lab:
     @contextlib.contextmanager
     def hold(self, point: str, worker_id: str) -> Iterator[None]:
         """Whoever reaches the fault point waits there until the block is left."""
-        path = self._holds / f"{point}.{worker_id}"
-        path.touch()
-        try:
+        with held(self._holds / f"{point}.{worker_id}"):
             yield
-        finally:
-            path.unlink(missing_ok=True)
 
     def pid(self, worker_id: str) -> int:
         return self.runtime.supervisor.pids()[worker_id]
@@ -160,7 +172,7 @@ class Lab:
 
     async def kill(self, victim: str) -> None:
         """kill -9 of a worker, or of the `zygote`; returns when the gateway knows."""
-        workers = self.worker_ids if victim == "zygote" else [victim]
+        workers = list(self.hub.workers) if victim == "zygote" else [victim]
         epochs = {worker_id: self.epoch(worker_id) for worker_id in workers}
         pid = parent_pid(self.pid(workers[0])) if victim == "zygote" else self.pid(victim)
         self._stopped.discard(pid)
@@ -250,6 +262,19 @@ def parent_pid(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+def child_pids(pid: int) -> list[int]:
+    return [int(x) for x in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def socket_inodes(pid: int) -> list[str]:
+    """Inode numbers of the sockets that a process holds open."""
+    targets = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            targets.append(os.readlink(path))
+    return [x.removeprefix("socket:[").rstrip("]") for x in targets if x.startswith("socket:[")]
+
+
 def num_descriptors(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
@@ -319,3 +344,118 @@ class HttpStream(threading.Thread):
             self.text += choice["text"]
             self.finish_reason = choice["finish_reason"] or self.finish_reason
         self.num_events += 1
+
+
+# --- `splitserve serve` as its own process
+
+
+class Serve:
+    """The command, with 1P1D of simulated workers that can be held at every fault point."""
+
+    def __init__(self, model_dir: Path, hold_dir: Path, *options: str) -> None:
+        self.base = Path(tempfile.mkdtemp(prefix="ss-"))  # short: it is part of a socket's path
+        self.port = 0
+        self.output = ""
+        self.errors = ""
+        self._holds = hold_dir
+        self._mark = f"SPLITSERVE_TEST_MARK={secrets.token_hex(8)}"
+        faults = ",".join(f"{point}=hold:{hold_dir}/{point}.{{worker}}" for point in POINTS)
+        command = [sys.executable, "-m", "splitserve.cli.main", "serve", str(model_dir)]
+        command += ["--prefill", "1", "--decode", "1", "--port", "0", "--runner", "simulated"]
+        command += ["--max-batched-tokens", "32", "--max-sequences", "16", "--kv-memory", "64K"]
+        name, _, value = self._mark.partition("=")
+        self.process = subprocess.Popen(
+            [*command, "--faults", faults, *options],
+            env=os.environ | {name: value, "XDG_RUNTIME_DIR": str(self.base)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._readers = [
+            threading.Thread(target=self._read_output, daemon=True),
+            threading.Thread(target=self._read_errors, daemon=True),
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def _read_output(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.output += line
+
+    def _read_errors(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.errors += line
+
+    async def ready(self) -> None:
+        def found() -> re.Match[str] | None:
+            assert self.process.poll() is None, self.errors
+            return re.search(r"ready: http://[^:]+:(\d+)", self.output)
+
+        await until(found, "server ready")
+        match = found()
+        assert match is not None
+        self.port = int(match[1])
+        self._inodes = [inode for pid in self.processes() for inode in socket_inodes(pid)]
+
+    async def ended(self) -> None:
+        await until(lambda: self.process.poll() is not None, "server ended")
+        for reader in self._readers:
+            reader.join(timeout=5)
+
+    @contextlib.contextmanager
+    def hold(self, point: str, worker_id: str) -> Iterator[None]:
+        with held(self._holds / f"{point}.{worker_id}"):
+            yield
+
+    def processes(self) -> list[int]:
+        """Live processes that have inherited our mark: serve, zygote, workers."""
+        mark = self._mark.encode()
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if mark in path.read_bytes().split(b"\0"):
+                    found.append(int(path.parent.name))
+        return found
+
+    def freeze_zygote(self) -> None:
+        (zygote,) = [pid for pid in self.processes() if pid != self.process.pid]
+        os.kill(zygote, signal.SIGSTOP)
+
+    def sockets(self) -> list[str]:
+        """Its abstract sockets that still exist."""
+        lines = Path("/proc/net/unix").read_text().splitlines()
+        rows = [line.split() for line in lines if "@splitserve/" in line]
+        return sorted({row[7] for row in rows if row[6] in self._inodes})
+
+    def gauge(self, name: str) -> float:
+        """Value of one metric."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        with contextlib.closing(connection):
+            connection.request("GET", "/metrics")
+            text = connection.getresponse().read().decode()
+        return float(next(x for x in text.splitlines() if x.startswith(name)).split()[-1])
+
+    def run_dirs(self) -> list[Path]:
+        return list(self.base.iterdir())
+
+    def left_behind(self) -> list[object]:
+        """Processes, run directories and sockets that outlived it."""
+        sockets = self.sockets() if self.port else []
+        return [*self.processes(), *self.run_dirs(), *sockets]
+
+    def destroy(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for reader in self._readers:
+            reader.join(timeout=5)
+        for stream in (self.process.stdout, self.process.stderr):
+            assert stream is not None
+            stream.close()
+        shutil.rmtree(self.base)
