@@ -95,6 +95,14 @@ class Renew(msgspec.Struct, frozen=True, tag="renew"):
     lease_id: str
 
 
+class Meet(msgspec.Struct, frozen=True, tag="meet"):
+    """A worker whose KV you may be offered: shake hands now, so that no request waits for it."""
+
+    worker_id: str
+    epoch: str
+    address: str
+
+
 class Resend(msgspec.Struct, frozen=True, tag="resend"):
     """Repeat the frames numbered from `first` on."""
 
@@ -141,6 +149,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     vocab_size: int
     exact_rows: int | None  # rows that exact mode pads to; None: not in exact mode
     max_batched_tokens: int
+    address: str  # of its side channel, for readers of its KV
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):
@@ -248,7 +257,7 @@ class Frame(msgspec.Struct, frozen=True, tag="frame"):
     step_tokens: int = 0
 
 
-ToWorker = Submit | Abort | Release | Renew | Resend | Check | Stop
+ToWorker = Submit | Abort | Release | Renew | Meet | Resend | Check | Stop
 ToGateway = Hello | Frame
 
 _encoder = msgspec.msgpack.Encoder()

@@ -47,7 +47,8 @@ def serve(
         str, typer.Option(help="Proof of a transfer: full (every block's digest) or lease.")
     ] = "full",
     deadline: Annotated[
-        list[str] | None, typer.Option(help="name=SECONDS, may be repeated; see docs/reference/deadlines.md.")
+        list[str] | None,
+        typer.Option(help="name=SECONDS, may be repeated; see docs/reference/deadlines.md."),
     ] = None,
     faults: Annotated[str, typer.Option(hidden=True, help="See splitserve/faults.py.")] = "",
     runner: Annotated[str, typer.Option(hidden=True, help="native or simulated.")] = "native",

@@ -94,6 +94,10 @@ class WorkerSide(abc.ABC):
         """The request is gone: end its fetch soon. Its `FetchDone` still comes."""
 
     @abc.abstractmethod
+    def meet(self, worker_id: str, epoch: str, address: str) -> None:
+        """Another worker is up: connect to it ahead of its first offer. Failing is harmless."""
+
+    @abc.abstractmethod
     def end_lease(self, offer: Offer) -> None:
         """Nothing had to move: tell the source that this reader needs its lease no more."""
 

@@ -169,6 +169,9 @@ class P2PWorker(WorkerSide):
         if cancelled is not None:
             cancelled.set()
 
+    def meet(self, worker_id: str, epoch: str, address: str) -> None:
+        self._fetcher.submit(self._meet, worker_id, epoch, address)
+
     def end_lease(self, offer: Offer) -> None:
         self._fetcher.submit(self._end_lease, offer)
 
@@ -222,7 +225,7 @@ class P2PWorker(WorkerSide):
         """Copy and prove; return the kind of proof or raise."""
         offer = job.offer
         self._faults.hit("fetch.begin", cancelled)
-        peer = self._peer(offer)
+        peer = self._peer(offer.worker_id, offer.epoch, offer.address)
         try:
             for source, target in zip(job.source, job.target, strict=True):
                 self._faults.hit("fetch.block", cancelled)
@@ -246,9 +249,9 @@ class P2PWorker(WorkerSide):
         if xxhash.xxh3_128_digest(self._segment.blocks[target]) != offer.digests[source]:
             raise TransferFailed(f"Block {source} of the offer has the wrong digest.")
 
-    def _peer(self, offer: Offer) -> _Peer:
-        """The opened source of an offer; closes those that are gone on the way."""
-        key = (offer.worker_id, offer.epoch)
+    def _peer(self, worker_id: str, epoch: str, address: str) -> _Peer:
+        """The opened pool of a worker epoch; closes those that are gone on the way."""
+        key = (worker_id, epoch)
         for known, peer in list(self._peers.items()):
             if peer.channel.is_broken or (known != key and not peer.channel.is_open):
                 peer.close()
@@ -256,12 +259,12 @@ class P2PWorker(WorkerSide):
         if key not in self._peers:
             hello = PeerHello(
                 SIDE_CHANNEL_VERSION,
-                offer.epoch,
+                epoch,
                 self._transport.name,
                 self._config.identity,
                 self._config.kv_format,
             )
-            channel = SideChannel(offer.address, hello, CONNECT_TIMEOUT_S)
+            channel = SideChannel(address, hello, CONNECT_TIMEOUT_S)
             try:
                 reader = self._transport.open(
                     channel.descriptors, channel.num_blocks, self._config.kv_format
@@ -274,9 +277,16 @@ class P2PWorker(WorkerSide):
 
     def _end_lease(self, offer: Offer) -> None:
         try:
-            self._peer(offer).channel.done(offer.lease_id)
+            peer = self._peer(offer.worker_id, offer.epoch, offer.address)
+            peer.channel.done(offer.lease_id)
         except SplitserveError as error:
             log.info("lease %s could not be ended: %s", offer.lease_id, error.message)
+
+    def _meet(self, worker_id: str, epoch: str, address: str) -> None:
+        try:
+            self._peer(worker_id, epoch, address)
+        except SplitserveError as error:
+            log.info("worker %s could not be met: %s", worker_id, error.message)
 
     def _report(self, event: SealDone | FetchDone) -> None:
         self._done.put(event)

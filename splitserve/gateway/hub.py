@@ -242,7 +242,20 @@ class WorkerHub:
             self._clock.now(),
             wire.View(free_blocks=hello.num_blocks, total_blocks=hello.num_blocks),
         )
+        self._introduce(hello)
         self._tell_change()
+
+    def _introduce(self, new: wire.Hello) -> None:
+        """Tell those that may read another's KV to shake hands."""
+        for other in [handle.hello for handle in self.workers.values()]:
+            for source, reader in ((new, other), (other, new)):
+                if (
+                    source is not reader
+                    and source.role is not wire.Role.DECODE
+                    and reader.role is not wire.Role.PREFILL
+                ):
+                    message = wire.Meet(source.worker_id, source.epoch, source.address)
+                    self.send(reader.worker_id, reader.epoch, message)
 
     def _take_frame(self, address: bytes, frame: wire.Frame) -> None:
         worker_id, _, epoch = address.decode().partition("/")

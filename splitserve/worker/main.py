@@ -63,6 +63,7 @@ class Worker:
         self._segment = Segment.create(spec.num_blocks, kv_format.block_bytes)
         runner, exact_rows = model.make_runner(self._segment, spec)
         identity = model.identity
+        config = P2PConfig(spec.worker_id, spec.epoch, identity.digest(), kv_format, spec.digests)
         self._link = GatewayLink(
             spec.gateway,
             wire.Hello(
@@ -77,12 +78,13 @@ class Worker:
                 vocab_size=model.vocab_size,
                 exact_rows=exact_rows,
                 max_batched_tokens=spec.max_batched_tokens,
+                address=config.address,
             ),
         )
         leases = LeaseTable(spec.epoch, spec.lease_term_s)
         self._faults = Faults(spec.faults.replace("{worker}", spec.worker_id))
         self._connector: Connector = make_p2p(
-            P2PConfig(spec.worker_id, spec.epoch, identity.digest(), kv_format, spec.digests),
+            config,
             ShmTransport(self._segment),
             self._segment,
             leases,
@@ -135,6 +137,8 @@ class Worker:
                 self.engine.release(lease_id)
             case wire.Renew(lease_id):
                 self.engine.renew(lease_id)
+            case wire.Meet(worker_id, epoch, address):
+                self._connector.worker.meet(worker_id, epoch, address)
             case wire.Resend(first):
                 self._link.resend(first)
             case wire.Check():

@@ -168,6 +168,21 @@ def test_with_digests_a_source_that_died_in_the_middle_does_not_matter() -> None
     pair.decode.close()
 
 
+def test_a_source_that_was_met_may_die_before_the_transfer(pair: Pair) -> None:
+    offer = pair.offer()
+    pair.decode.connector.worker.meet(offer.worker_id, offer.epoch, offer.address)
+    pair.decode.connector.worker.end_lease(offer)  # same thread, in order: the meeting is over
+    while pair.prefill.leases.num_active:
+        assert pair.prefill.woken.wait(5)
+    pair.prefill.close()
+    assert run_to_end(pair, offer) == expected_tokens(PROMPT, GREEDY, 12)
+
+
+def test_meeting_somebody_who_is_gone_is_harmless(pair: Pair) -> None:
+    pair.decode.connector.worker.meet("ghost", "epoch", "splitserve/ghost")
+    assert run_to_end(pair, pair.offer()) == expected_tokens(PROMPT, GREEDY, 12)
+
+
 def test_a_source_that_is_gone_is_a_failed_fetch(pair: Pair) -> None:
     offer = pair.offer()
     pair.prefill.close()
