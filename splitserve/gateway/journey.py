@@ -90,16 +90,25 @@ class Journey:
         except TimeoutError:
             self.error = self._too_late("whole request", self._config.deadlines.total_s)
         except asyncio.CancelledError:
-            self.error = self.error or Cancelled("Nobody reads this answer any more.")
+            pass  # `finish` says so
         except SplitserveError as error:
             self.error = error
         except Exception:
             log.exception("request %s", self.request.request_id)
             self.error = SplitserveError("Internal error in the gateway.")
         finally:
-            self.timeline.num_output = len(self.output_ids)
-            self.timeline.mark(Moment.FINISHED, self._clock.now())
-            self._changed.set()
+            self.finish()
+
+    def finish(self) -> None:
+        """The task is over; has no effect a second time. The task's owner calls it too: a task that
+        is cancelled before its first step never enters `run`."""
+        if self.timeline.last(Moment.FINISHED) is not None:
+            return
+        if not self.is_over:
+            self.error = Cancelled("Nobody reads this answer any more.")
+        self.timeline.num_output = len(self.output_ids)
+        self.timeline.mark(Moment.FINISHED, self._clock.now())
+        self._changed.set()
 
     async def _run(self) -> None:
         while self.end_reason is None:

@@ -96,6 +96,7 @@ class GatewayService:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         journey = self._tasks.pop(task)
+        journey.finish()
         self._slots.release()
         outcome = journey.error.code if journey.error else journey.end_reason
         self.metrics.observe(journey, outcome or "unknown")
