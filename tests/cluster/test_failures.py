@@ -12,6 +12,7 @@ import contextlib
 import re
 from collections.abc import AsyncIterator, Iterator
 
+import msgspec
 import pytest
 
 from splitserve import wire
@@ -104,8 +105,23 @@ async def sealing(lab: Lab) -> AsyncIterator[Flight]:
 
 @contextlib.asynccontextmanager
 async def offered(lab: Lab) -> AsyncIterator[Flight]:
-    """The decode worker has the offer in its queue; it has not mapped the source's pool."""
-    await lab.restarted(D)
+    """The decode worker has the offer in its queue, and the source's pool mapped."""
+    await lab.warm_up()
+    async with offer_unread(lab) as flight:
+        yield flight
+
+
+@contextlib.asynccontextmanager
+async def offered_unmapped(lab: Lab) -> AsyncIterator[Flight]:
+    """The same before the two workers have shaken hands."""
+    with lab.without(wire.Meet):
+        await lab.restarted(D)
+    async with offer_unread(lab) as flight:
+        yield flight
+
+
+@contextlib.asynccontextmanager
+async def offer_unread(lab: Lab) -> AsyncIterator[Flight]:
     await lab.freeze(D)
     flight = await lab.begin()
     await until(lambda: flight.has(Moment.DECODE_QUEUED), "offered")
@@ -117,7 +133,8 @@ async def offered(lab: Lab) -> AsyncIterator[Flight]:
 @contextlib.asynccontextmanager
 async def connecting(lab: Lab) -> AsyncIterator[Flight]:
     """Transferring, before the decode worker has mapped the source's pool."""
-    await lab.restarted(D)
+    with lab.without(wire.Meet):
+        await lab.restarted(D)
     with lab.hold("fetch.begin", D):
         flight = await lab.begin()
         await until(lambda: flight.has(Moment.TRANSFER_STARTED), "transferring")
@@ -148,6 +165,7 @@ STATES = {
     "prefilling": prefilling,
     "sealing": sealing,
     "offered": offered,
+    "offered_unmapped": offered_unmapped,
     "connecting": connecting,
     "copying": copying,
     "decoding": decoding,
@@ -163,9 +181,10 @@ STATES = {
         ("queued", 1, 2),
         ("prefilling", 1, 2),
         ("sealing", 1, 2),
-        ("offered", 1, 2),
+        ("offered", 0, 1),  # mapped memory and digests outlive the source
+        ("offered_unmapped", 1, 2),
         ("connecting", 1, 2),
-        ("copying", 0, 1),  # mapped memory and digests outlive the source
+        ("copying", 0, 1),
         ("decoding", 0, 1),
     ],
 )
@@ -183,6 +202,7 @@ async def test_prefill_worker_dies(lab: Lab, state: str, retries: int, prefills:
         ("queued", 0, 1),
         ("prefilling", 0, 1),
         ("sealing", 0, 1),
+        ("offered_unmapped", 1, 1),
         ("offered", 1, 1),  # the offer holds: fetched by another, or after the restart
         ("connecting", 1, 1),
         ("copying", 1, 1),
@@ -239,6 +259,43 @@ async def test_mixed_worker_dies(mixed: Lab, state: str) -> None:
     await flight.arrive()
     assert flight.journey.num_retries == 1
     assert flight.journey.timeline.workers(Moment.PICKED) == [M, "mixed-1"]
+
+
+# --- the same with a model that computes
+
+
+@pytest.fixture(scope="module")
+def native_lab(make_lab: MakeLab) -> Lab:
+    """1P1D of the tiny model in exact mode: a difference in the last bit would show."""
+    gateway = GatewayConfig(split=SplitMode.ALWAYS)
+    config = simulated_config(1, 1, gateway=gateway, exact=True)
+    return make_lab(msgspec.structs.replace(config, runner="native", kv_memory_bytes=256 * 8192))
+
+
+@pytest.fixture
+def native(native_lab: Lab, loop: asyncio.Runner) -> Iterator[Lab]:
+    yield native_lab
+    loop.run(native_lab.settle())
+
+
+@pytest.mark.parametrize(
+    ("state", "victim", "retries"),
+    [
+        ("prefilling", P, 1),
+        ("sealing", P, 1),
+        ("connecting", P, 1),
+        ("copying", P, 0),
+        ("copying", D, 1),
+        ("decoding", D, 1),
+    ],
+)
+async def test_native_worker_dies(native: Lab, state: str, victim: str, retries: int) -> None:
+    async with STATES[state](native) as flight:
+        await native.kill(victim)
+    await flight.land()
+    assert flight.journey.num_retries == retries
+    undisturbed = await native.repeat(flight)
+    await flight.arrive(undisturbed.output_ids)
 
 
 # --- what the client sees
@@ -407,15 +464,6 @@ def word(word_lab: Lab, loop: asyncio.Runner) -> Iterator[Lab]:
     loop.run(word_lab.settle())
 
 
-def cut_renewals(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    send = lab.hub.send
-
-    def without_renewals(worker_id: str, epoch: str, message: wire.ToWorker) -> bool:
-        return isinstance(message, wire.Renew) or send(worker_id, epoch, message)
-
-    monkeypatch.setattr(lab.hub, "send", without_renewals)
-
-
 async def test_renewals_keep_the_lease_of_a_slow_reader(digest: Lab) -> None:
     async with offered(digest) as flight:
         prefill = digest.hub.workers[P]
@@ -426,27 +474,22 @@ async def test_renewals_keep_the_lease_of_a_slow_reader(digest: Lab) -> None:
     assert flight.journey.num_retries == 0
 
 
-async def test_an_expired_lease_gives_its_blocks_back(
-    digest: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cut_renewals(digest, monkeypatch)
-    async with offered(digest) as flight:
-        await until(lambda: digest.hub.workers[P].view.leased_blocks == 0, "expired")
-        await digest.idle(P)
-        for _ in range(4):  # overwrite what was offered
-            await (await digest.begin(max_tokens=1)).arrive()
-    monkeypatch.undo()
+async def test_an_expired_lease_gives_its_blocks_back(digest: Lab) -> None:
+    with digest.without(wire.Renew):
+        async with offered(digest) as flight:
+            await until(lambda: digest.hub.workers[P].view.leased_blocks == 0, "expired")
+            await digest.idle(P)
+            for _ in range(4):  # overwrite what was offered
+                await (await digest.begin(max_tokens=1)).arrive()
     await flight.arrive()
     assert flight.journey.num_retries == 1
     assert any("wrong digest" in note for note in flight.journey.timeline.notes)
 
 
-async def test_digests_prove_what_an_expired_lease_left(
-    digest: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cut_renewals(digest, monkeypatch)
-    async with offered(digest) as flight:
-        await until(lambda: digest.hub.workers[P].view.leased_blocks == 0, "expired")
+async def test_digests_prove_what_an_expired_lease_left(digest: Lab) -> None:
+    with digest.without(wire.Renew):
+        async with offered(digest) as flight:
+            await until(lambda: digest.hub.workers[P].view.leased_blocks == 0, "expired")
     await flight.arrive()
     assert flight.journey.num_retries == 0
     assert flight.journey.timeline.transfer_proof == "digest"
@@ -461,15 +504,11 @@ async def test_a_lease_that_expires_before_its_offer(digest: Lab) -> None:
     assert flight.journey.num_retries == 1
 
 
-async def test_without_digests_an_expired_lease_proves_nothing(
-    word: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cut_renewals(word, monkeypatch)
-    with word.hold("fetch.verify", D):
+async def test_without_digests_an_expired_lease_proves_nothing(word: Lab) -> None:
+    with word.without(wire.Renew), word.hold("fetch.verify", D):
         flight = await word.begin()
         await until(lambda: flight.has(Moment.TRANSFER_STARTED), "transferring")
         await until(lambda: word.hub.workers[P].view.leased_blocks == 0, "expired")
-    monkeypatch.undo()
     await flight.arrive()
     assert flight.journey.num_retries == 1
     assert flight.journey.timeline.transfer_proof == "lease"
@@ -501,6 +540,15 @@ async def test_client_goes_away(one: Lab, state: str) -> None:
         view = one.hub.workers[worker_id].view
         assert view.quarantined_blocks == view.leased_blocks == 0
         assert view.free_blocks == view.total_blocks
+
+
+async def test_client_is_gone_before_the_journey_begins(one: Lab) -> None:
+    flight = await one.begin()
+    flight.task.cancel()
+    await flight.land()
+    await flight.journey.wait_beyond(0)
+    assert isinstance(flight.journey.error, Cancelled)
+    assert not flight.has(Moment.PICKED)
 
 
 async def test_a_timeline_never_mixes_attempts(two: Lab) -> None:

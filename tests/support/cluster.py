@@ -21,12 +21,14 @@ import sys
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import pytest
 
+from splitserve import wire
 from splitserve.cluster.runtime import Runtime
 from splitserve.config import Deadlines, GatewayConfig, ServeConfig
 from splitserve.faults import POINTS
@@ -138,9 +140,20 @@ class Lab:
         generation = Generation(f"test-{number}", prompt_ids or self.prompt(), sampling)
         return Flight(*await self.service.start(generation))
 
+    async def repeat(self, flight: Flight) -> Flight:
+        """The same request once more, to its end, which nothing disturbs."""
+        request = replace(flight.journey.request, request_id=f"test-{next(self._numbers)}")
+        again = Flight(*await self.service.start(request))
+        await again.land()
+        assert again.journey.error is None
+        assert again.journey.num_retries == 0
+        return again
+
     async def warm_up(self) -> None:
         """A request to its end: the decode worker has mapped the prefill worker's pool then."""
-        await (await self.begin()).arrive()
+        flight = await self.begin()
+        await flight.land()
+        assert flight.journey.error is None
 
     # --- disturbances
 
@@ -148,6 +161,18 @@ class Lab:
     def hold(self, point: str, worker_id: str) -> Iterator[None]:
         """Whoever reaches the fault point waits there until the block is left."""
         with held(self._holds / f"{point}.{worker_id}"):
+            yield
+
+    @contextlib.contextmanager
+    def without(self, kind: type[wire.ToWorker]) -> Iterator[None]:
+        """The gateway sends no message of this kind meanwhile."""
+        send = self.hub.send
+
+        def selective(worker_id: str, epoch: str, message: wire.ToWorker) -> bool:
+            return isinstance(message, kind) or send(worker_id, epoch, message)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.hub, "send", selective)
             yield
 
     def pid(self, worker_id: str) -> int:
