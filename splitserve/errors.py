@@ -103,6 +103,20 @@ class MethodNotAllowed(SplitserveError):
     advice = ""
 
 
+class MalformedHTTP(SplitserveError):
+    """What came over the connection is not a request."""
+
+    status, code, type = 400, "malformed_http", "invalid_request_error"
+    advice = "The connection is closed."
+
+
+class HeadersTooLarge(SplitserveError):
+    """The request's line and headers are larger than the limit."""
+
+    status, code, type = 431, "headers_too_large", "invalid_request_error"
+    advice = "Send fewer or shorter headers."
+
+
 class BodyTooLarge(SplitserveError):
     """The body is larger than the limit."""
 

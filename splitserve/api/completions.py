@@ -20,7 +20,7 @@ from splitserve.api.http import (
     send_body,
     until_gone,
 )
-from splitserve.api.resolve import check_prompt_ids, resolve
+from splitserve.api.resolve import check_token_ids, resolve
 from splitserve.api.responses import Choice, Usage, chat_completion, text_completion
 from splitserve.api.schemas import Kind, ParsedRequest, parse_chat, parse_completion
 from splitserve.api.sse import DONE, ChatStream, CompletionStream, error_event
@@ -76,6 +76,7 @@ class Completions:
         parsed = parse_chat(body) if kind == "chat" else parse_completion(body)
         if parsed.model not in self._model.names:
             raise ModelNotFound(f"There is no model {parsed.model[:200]!r} here.", param="model")
+        check_token_ids(parsed.stop_token_ids, self._model.vocab_size, "stop_token_ids")
         prompts = await self._prompts(parsed)
         call = _Call(parsed, self._model.names[0], request_id)
         generations = [
@@ -118,7 +119,7 @@ class Completions:
             if isinstance(prompt, str):
                 prompts.append(await self._encode(prompt, add_special_tokens=True))
             else:
-                check_prompt_ids(prompt, self._model.vocab_size)
+                check_token_ids(prompt, self._model.vocab_size, "prompt")
                 prompts.append(list(prompt))
         return prompts
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from splitserve.api.schemas import ParsedRequest
+from splitserve.api.values import show
 from splitserve.errors import ContextLengthExceeded, InvalidValue
 from splitserve.sampling import Sampling
 
@@ -52,12 +53,12 @@ def resolve(
     )
 
 
-def check_prompt_ids(ids: Sequence[int], vocab_size: int, param: str = "prompt") -> None:
+def check_token_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
     """Raises InvalidValue naming the first id that is not in [0, vocab_size)."""
     if ids and (max(ids) >= vocab_size or min(ids) < 0):
         bad = next(i for i in ids if not 0 <= i < vocab_size)
         raise InvalidValue(
-            f"{param} holds the token id {bad}; this model's are 0 to {vocab_size - 1}.",
+            f"{param} holds the token id {show(bad)}; this model's are 0 to {vocab_size - 1}.",
             param=param,
         )
 

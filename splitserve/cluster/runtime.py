@@ -18,6 +18,7 @@ import uvicorn
 
 from splitserve.api.app import App
 from splitserve.api.completions import ServedModel
+from splitserve.api.protocol import Protocol
 from splitserve.clock import MonotonicClock
 from splitserve.cluster.cores import divide_cores
 from splitserve.cluster.rundir import make_run_dir, remove_run_dir
@@ -99,6 +100,8 @@ class Runtime:
         self._server = _Server(
             uvicorn.Config(
                 self.app,
+                http=Protocol,
+                ws="none",
                 log_level="warning",
                 access_log=False,
                 server_header=False,

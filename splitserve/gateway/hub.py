@@ -161,11 +161,10 @@ class WorkerHub:
         handle = self.workers.get(worker_id)
         if handle is None:
             return False
+        if not self._send(handle, submit):
+            return False
         handle.legs[submit.request_id] = _Leg(listener, num_pending)
-        if self._send(handle, submit):
-            return True
-        del handle.legs[submit.request_id]
-        return False
+        return True
 
     def close_leg(self, worker_id: str, request_id: str, *, abort: bool) -> None:
         """Stop listening; with `abort` the worker forgets the leg at its next step boundary."""

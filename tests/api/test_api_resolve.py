@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from splitserve.api.resolve import check_prompt_ids, resolve, unhonoured_defaults
+from splitserve.api.resolve import check_token_ids, resolve, unhonoured_defaults
 from splitserve.api.schemas import ParsedRequest
 from splitserve.errors import ContextLengthExceeded, InvalidValue
 from splitserve.sampling import Sampling
@@ -73,10 +73,10 @@ def test_what_ends_an_answer() -> None:
 
 
 def test_prompt_ids_outside_the_vocabulary() -> None:
-    check_prompt_ids([0, 99], 100)
+    check_token_ids([0, 99], 100, "prompt")
     for ids, bad in (([0, 100], "100"), ([5, 2**63], str(2**63)), ([-1], "-1")):
         with pytest.raises(InvalidValue, match=f"token id {bad};"):
-            check_prompt_ids(ids, 100)
+            check_token_ids(ids, 100, "prompt")
 
 
 def test_settings_of_the_model_that_are_not_applied_are_told() -> None:
