@@ -150,10 +150,12 @@ class Lab:
         return again
 
     async def warm_up(self) -> None:
-        """A request to its end: the decode worker has mapped the prefill worker's pool then."""
+        """A request to its end: `decode-0` has mapped the pool of `prefill-0` then."""
         flight = await self.begin()
         await flight.land()
         assert flight.journey.error is None
+        workers = flight.journey.timeline.workers(Moment.PICKED)
+        assert workers == ["prefill-0", "decode-0"], flight.journey.timeline.notes
 
     # --- disturbances
 
