@@ -20,7 +20,7 @@ from splitserve.api.http import (
     send_body,
     until_gone,
 )
-from splitserve.api.resolve import check_token_ids, resolve
+from splitserve.api.resolve import check_token_ids, prompt_too_long, resolve
 from splitserve.api.responses import Choice, Usage, chat_completion, text_completion
 from splitserve.api.schemas import Kind, ParsedRequest, parse_chat, parse_completion
 from splitserve.api.sse import DONE, ChatStream, CompletionStream, error_event
@@ -113,15 +113,23 @@ class Completions:
         """Token ids of each prompt, checked against the vocabulary."""
         if parsed.kind == "chat":
             text = self._model.template.render(parsed.messages)
+            self._check_size(text, "messages")
             return [await self._encode(text, add_special_tokens=False)]
         prompts = []
         for prompt in parsed.prompts:
             if isinstance(prompt, str):
+                self._check_size(prompt, "prompt")
                 prompts.append(await self._encode(prompt, add_special_tokens=True))
             else:
                 check_token_ids(prompt, self._model.vocab_size, "prompt")
                 prompts.append(list(prompt))
         return prompts
+
+    def _check_size(self, text: str, param: str) -> None:
+        """Refuse what is too long by any measure before time is spent on it."""
+        least = self._model.tokenizer.min_tokens(text)
+        if least >= self._model.max_model_len:
+            raise prompt_too_long(f"at least {least}", self._model.max_model_len, param)
 
     async def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         tokenizer = self._model.tokenizer

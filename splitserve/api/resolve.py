@@ -63,6 +63,15 @@ def check_token_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
         )
 
 
+def prompt_too_long(num_tokens: str, max_model_len: int, param: str) -> ContextLengthExceeded:
+    return ContextLengthExceeded(
+        f"The prompt has {num_tokens} tokens; the model's context of {max_model_len} tokens "
+        "must hold it and at least one output token.",
+        param=param,
+        advice="Shorten the prompt.",
+    )
+
+
 def unhonoured_defaults(generation_defaults: Mapping[str, object]) -> list[str]:
     """Settings of generation_config.json that change answers elsewhere and that this server does
     not apply, as "name = value": for a warning at start."""
@@ -81,12 +90,7 @@ def _max_tokens(
         raise InvalidValue("The prompt is empty: it has no tokens.", param=param)
     room = max_model_len - prompt_len
     if room < 1:
-        raise ContextLengthExceeded(
-            f"The prompt has {prompt_len} tokens; the model's context of {max_model_len} tokens "
-            "must hold it and at least one output token.",
-            param=param,
-            advice="Shorten the prompt.",
-        )
+        raise prompt_too_long(str(prompt_len), max_model_len, param)
     if parsed.max_tokens is None:
         if parsed.kind == "completion":
             return min(DEFAULT_COMPLETION_TOKENS, room)

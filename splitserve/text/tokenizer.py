@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import decoders
 
 from splitserve.errors import ModelUnavailable
 
@@ -31,6 +32,9 @@ class Tokenizer:
         self.digest = digest
         self.special = dict(special or {})
         self.vocab_size: int = raw.get_vocab_size(with_added_tokens=True)
+        self._longest_token = max(map(len, raw.get_vocab(with_added_tokens=True)), default=1)
+        # then every character of the text is in some token, which spells it with one or more
+        self._keeps_all = raw.normalizer is None and isinstance(raw.decoder, decoders.ByteLevel)
 
     @classmethod
     def load(cls, model_dir: str | Path) -> Tokenizer:
@@ -69,6 +73,10 @@ class Tokenizer:
         """
         ids: list[int] = self.raw.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
+
+    def min_tokens(self, text: str) -> int:
+        """How many tokens `text` has at least, without tokenizing it: megabytes take seconds."""
+        return -(-len(text) // self._longest_token) if self._keeps_all else 0
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; ids that no token has are left out."""

@@ -67,3 +67,13 @@ def test_text_and_api_import_neither_torch_nor_transformers() -> None:
         "sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_least_number_of_tokens(
+    byte_level_tokenizer: Tokenizer, byte_fallback_tokenizer: Tokenizer
+) -> None:
+    for text in ("", "a", "The quick brown fox jumps", "<|im_start|>" * 9, "日本語" * 50):
+        least = byte_level_tokenizer.min_tokens(text)
+        assert least <= len(byte_level_tokenizer.encode(text, add_special_tokens=False))
+        assert bool(least) == bool(text)
+        assert byte_fallback_tokenizer.min_tokens(text) == 0
