@@ -1,9 +1,9 @@
 """How many rows a forward pass needs before its arithmetic stops depending on how many there are.
 
-A matrix product picks its kernel, and with it the order of its sums, by the shape. Above some small
-number of rows the libraries keep to one order per row (float32 linears of the default model:
-from 4 rows on, with MKL on AVX2). Design 3.10 pads every pass to that number; here it is found out,
-on the weights and the machine at hand, and then tried on whole passes.
+Our packed layers and our attention need one. Layers that stay torch's own pick their kernel, and
+with it the order of their sums, by the shape; above some small number of rows the libraries keep to
+one order per row (4, with MKL on AVX2). Design 3.10 pads every pass to that number; here it is
+found out, on the weights and the machine at hand, and then tried on whole passes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def invariant_rows(loaded: LoadedModel, num_threads: int = 1) -> int:
     """
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode():
-        smallest = max(_linear_rows(one, generator) for one in _distinct_linears(loaded.module))
+        linears = _distinct_linears(loaded.module)
+        smallest = max((_linear_rows(one, generator) for one in linears), default=1)
     for rows in CANDIDATES:
         if rows >= smallest and _passes_agree(loaded, rows, num_threads):
             return rows
@@ -49,7 +50,7 @@ def invariant_rows(loaded: LoadedModel, num_threads: int = 1) -> int:
 
 
 def _distinct_linears(module: torch.nn.Module) -> list[torch.nn.Linear]:
-    """One linear layer of each shape."""
+    """One of torch's own linear layers of each shape."""
     linears = (one for one in module.modules() if isinstance(one, torch.nn.Linear))
     return list({(one.in_features, one.out_features): one for one in linears}.values())
 

@@ -17,6 +17,7 @@ from splitserve.kv.format import KVFormat, ModelIdentity
 from splitserve.model import attention
 from splitserve.model.forward import Forward
 from splitserve.model.info import ModelInfo, describe
+from splitserve.model.linear import Threads, pack_linears
 from splitserve.model.kernels import GRANULE
 from splitserve.sampling import Sampling
 
@@ -27,6 +28,7 @@ class LoadedModel:
 
     module: torch.nn.Module
     info: ModelInfo
+    threads: Threads  # of the module's packed layers
 
     @property
     def identity(self) -> ModelIdentity:
@@ -71,7 +73,7 @@ def load(path: Path, dtype: str = "float32") -> LoadedModel:
         raise ModelUnavailable(f"{path} can't be loaded: {error}") from error
     module.eval()
     module.requires_grad_(False)
-    loaded = LoadedModel(module=module, info=info)
+    loaded = LoadedModel(module, info, pack_linears(module))
     _require_paged(loaded)
     return loaded
 

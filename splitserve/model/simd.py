@@ -38,7 +38,7 @@ def cache_directory() -> Path:
     """Where compiled kernels are kept: $XDG_CACHE_HOME/splitserve/numba/<digest of the sources>."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     digest = hashlib.blake2b(digest_size=6)
-    for name in ("simd.py", "kernels.py"):
+    for name in ("simd.py", "kernels.py", "gemm.py", "gemm_parallel.py"):
         digest.update(Path(__file__).with_name(name).read_bytes())
     return Path(root) / "splitserve" / "numba" / digest.hexdigest()
 
@@ -48,6 +48,16 @@ def kernel(signature: str) -> Callable[[F], F]:
 
     def compile_now(function: F) -> F:
         return cast(F, numba.njit(signature, nogil=True, cache=_cache_is_usable())(function))
+
+    return compile_now
+
+
+def parallel_kernel(signature: str) -> Callable[[F], F]:
+    """The same with prange, on numba's threads."""
+
+    def compile_now(function: F) -> F:
+        made = numba.njit(signature, nogil=True, parallel=True, cache=_cache_is_usable())
+        return cast(F, made(function))
 
     return compile_now
 
@@ -99,6 +109,21 @@ def _splat(builder, scalar, vector_type):
     first = builder.insert_element(lanes, scalar, ir.Constant(_INT, 0))
     mask = ir.Constant(_INTS, [0] * LANES)
     return builder.shuffle_vector(first, lanes, mask)
+
+
+def vector_type() -> ir.VectorType:
+    """The LLVM type of eight lanes."""
+    return _FLOATS
+
+
+def splat_vector(builder, scalar):
+    """For code generators: the scalar in every lane."""
+    return _splat(builder, scalar, _FLOATS)
+
+
+def fma_vectors(builder, a, b, c):
+    """For code generators: a * b + c, rounded once."""
+    return _fma(builder, a, b, c)
 
 
 def _call(builder, name, args):

@@ -1,0 +1,100 @@
+"""torch modules on packed weights: a model's own layers are replaced by these when it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from splitserve.model import gemm
+
+
+class Threads:
+    """How many threads the packed layers of one process use: one, until told otherwise."""
+
+    def __init__(self) -> None:
+        self.multiply: Callable[..., None] | None = None
+
+    def use(self, num: int) -> None:
+        """Call after the fork, never before it."""
+        self.multiply = None
+        if num > 1:
+            from splitserve.model.gemm_parallel import multiply_parallel
+
+            def multiply(*args: object) -> None:
+                multiply_parallel(*args, num)  # type: ignore[call-arg,arg-type]
+
+            self.multiply = multiply
+
+
+class PackedLinear(torch.nn.Module):
+    """A float32 torch.nn.Linear for inference; `weight` is gone, its panels are kept instead."""
+
+    def __init__(
+        self,
+        panels: npt.NDArray[np.float32],
+        out_features: int,
+        bias: torch.Tensor | None,
+        threads: Threads,
+    ) -> None:
+        super().__init__()
+        self.panels = panels
+        self.in_features = int(panels.shape[1])
+        self.out_features = out_features
+        self.bias = bias
+        self._threads = threads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., in_features] to [..., out_features]."""
+        rows = x.reshape(-1, self.in_features).contiguous().numpy()
+        out = gemm.matmul(rows, self.panels, self.out_features, self._threads.multiply)
+        result = torch.from_numpy(out).view(*x.shape[:-1], self.out_features)
+        return result if self.bias is None else result.add_(self.bias)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+class PackedEmbedding(torch.nn.Module):
+    """An embedding that shares the panels of a tied output layer."""
+
+    def __init__(self, panels: npt.NDArray[np.float32]) -> None:
+        super().__init__()
+        self.panels = panels
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids: [...] to [..., hidden]."""
+        rows = gemm.unpack_rows(self.panels, ids.reshape(-1).numpy())
+        return torch.from_numpy(rows).view(*ids.shape, -1)
+
+
+def pack_linears(module: torch.nn.Module) -> Threads:
+    """Replace every plain float32 Linear of the model, freeing its weights as it goes.
+
+    An embedding tied to an output layer shares its panels. Layers of other types stay.
+    """
+    threads = Threads()
+    packed: dict[int, npt.NDArray[np.float32]] = {}
+    embeddings = [
+        (parent, name, child)
+        for parent in module.modules()
+        for name, child in parent.named_children()
+        if type(child) is torch.nn.Embedding
+    ]
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is not torch.nn.Linear or child.weight.dtype != torch.float32:
+                continue
+            panels = packed.get(child.weight.data_ptr())
+            if panels is None:
+                panels = gemm.pack(child.weight.detach().numpy())
+                packed[child.weight.data_ptr()] = panels
+            bias = None if child.bias is None else child.bias.detach()
+            setattr(parent, name, PackedLinear(panels, child.out_features, bias, threads))
+    for parent, name, child in embeddings:
+        panels = packed.get(child.weight.data_ptr())
+        if panels is not None:
+            setattr(parent, name, PackedEmbedding(panels))
+    return threads
