@@ -1,17 +1,23 @@
-"""Engines in this process: real scheduler, pool, connector and transport, a simulated model."""
+"""Engines in this process: real scheduler, pool, connector and transport; the model is simulated
+unless a runner is given."""
 
 from __future__ import annotations
 
 import secrets
 import threading
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
 
 from splitserve import wire
 from splitserve.clock import Clock, MonotonicClock
 from splitserve.connector.p2p import P2PConfig, make_p2p
 from splitserve.engine.engine import Engine
 from splitserve.engine.scheduler import Scheduler, SchedulerConfig
-from splitserve.engine.step import Draw
+from splitserve.engine.step import Draw, Runner
 from splitserve.faults import Faults
+from splitserve.kv.format import KVFormat
 from splitserve.kv.lease import LeaseTable
 from splitserve.kv.pool import BlockPool
 from splitserve.model.simulated import (
@@ -23,6 +29,8 @@ from splitserve.model.simulated import (
 from splitserve.sampling import Sampling
 from splitserve.transport.segment import Segment
 from splitserve.transport.shm import ShmTransport
+
+Blocks = npt.NDArray[np.uint8]
 
 VOCAB = 512
 IDENTITY = b"simulated"
@@ -56,9 +64,11 @@ class EngineHost:
         identity: bytes = IDENTITY,
         epoch: str = "",
         worker_id: str = "w",
+        kv_format: KVFormat | None = None,
+        make_runner: Callable[[Blocks], Runner] | None = None,
     ) -> None:
         clock = clock or MonotonicClock()
-        kv_format = simulated_format(block_size)
+        kv_format = kv_format or simulated_format(block_size)
         self.woken = threading.Event()
         self.is_closed = False
         self.segment = Segment.create(num_blocks, kv_format.block_bytes)
@@ -77,7 +87,11 @@ class EngineHost:
         )
         self.pool = BlockPool(num_blocks, block_size)
         self.scheduler = Scheduler(config or SchedulerConfig(), self.pool, self.leases)
-        runner = SimulatedRunner(self.segment.blocks, block_size, VOCAB)
+        blocks = self.segment.blocks
+        if make_runner is None:
+            runner: Runner = SimulatedRunner(blocks, block_size, VOCAB)
+        else:
+            runner = make_runner(blocks)
         self.engine = Engine(self.scheduler, runner, self.connector, clock, identity)
         self.tokens: dict[str, list[int]] = {}
         self.notices: list[wire.Notice] = []
