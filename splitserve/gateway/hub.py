@@ -113,7 +113,8 @@ class WorkerHub:
         self._expected[worker_id] = epoch
 
     def lost(self, worker_id: str, epoch: str, reason: str) -> None:
-        """The process is gone. What it sent before is read first; then its legs hear of it."""
+        """The process is gone, or about to be known to be: its connection is closed. What it sent
+        before is read first; then its legs hear of it."""
         if self._loop is not None:
             self._drain()
         handle = self.workers.get(worker_id)
@@ -162,6 +163,7 @@ class WorkerHub:
         if handle is None:
             return False
         if not self._send(handle, submit):
+            self.lost(worker_id, handle.hello.epoch, "closed its connection")
             return False
         handle.legs[submit.request_id] = _Leg(listener, num_pending)
         return True

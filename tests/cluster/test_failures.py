@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
+import signal
 from collections.abc import AsyncIterator, Iterator
 
 import msgspec
@@ -22,7 +24,15 @@ from splitserve.errors import Cancelled, DeadlineExceeded, NoWorker, WorkerLost
 from splitserve.moments import Moment
 from splitserve.router import pick
 from tests.cluster.conftest import MakeLab
-from tests.support.cluster import Flight, HttpStream, Lab, simulated_config, until
+from tests.support.cluster import (
+    Flight,
+    HttpStream,
+    Lab,
+    parent_pid,
+    simulated_config,
+    thread_states,
+    until,
+)
 
 pytestmark = pytest.mark.processes
 
@@ -190,7 +200,9 @@ STATES = {
 )
 async def test_prefill_worker_dies(lab: Lab, state: str, retries: int, prefills: int) -> None:
     async with STATES[state](lab) as flight:
-        await lab.kill(P)
+        with lab.without(wire.Meet):  # who meets the successor drops the dead one's pool
+            await lab.kill(P)
+            await lab.all_up()
     await flight.arrive()
     assert flight.journey.num_retries == retries
     assert flight.num(Moment.PREFILL_QUEUED) == prefills
@@ -305,9 +317,10 @@ async def test_http_stream_shows_no_trace_of_a_death(one: Lab) -> None:
     prompt_ids = one.prompt()
     undisturbed = HttpStream(one.runtime.port, prompt_ids, max_tokens=24)
     await until(lambda: undisturbed.is_over, "undisturbed answer")
+    computed = one.hub.workers[D].num_step_tokens
     with one.hold("step", D):
         stream = HttpStream(one.runtime.port, prompt_ids, max_tokens=24)
-        await until(lambda: one.hub.workers[D].num_step_tokens, "decoding")
+        await until(lambda: one.hub.workers[D].num_step_tokens > computed, "decoding")
         await one.kill(D)
     await until(lambda: stream.is_over, "answer")
     assert (stream.status, stream.error, stream.broken) == (200, None, None)
@@ -316,6 +329,22 @@ async def test_http_stream_shows_no_trace_of_a_death(one: Lab) -> None:
     metrics = one.service.metrics.render().decode()
     assert re.search(r"^splitserve_retries_total [1-9]", metrics, re.M)
     assert re.search(r'^splitserve_worker_restarts_total{worker="decode-0"} [1-9]', metrics, re.M)
+
+
+async def test_a_worker_that_can_not_be_reached_costs_one_retry(one: Lab) -> None:
+    """Its connection is closed, but the supervisor does not know yet that it is dead."""
+    zygote = parent_pid(one.pid(D))
+    os.kill(zygote, signal.SIGSTOP)
+    try:
+        os.kill(one.pid(D), signal.SIGKILL)
+        await until(lambda: set(thread_states(one.pid(D))) == {"Z"}, "a zombie")
+        flight = await one.begin()
+        await until(lambda: flight.num(Moment.PICKED) == 2, "retried")
+        assert D not in one.hub.workers
+    finally:
+        os.kill(zygote, signal.SIGCONT)
+    await flight.arrive()
+    assert flight.journey.num_retries == 1
 
 
 async def test_a_worker_that_always_dies_ends_in_worker_lost(one: Lab) -> None:
