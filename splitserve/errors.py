@@ -186,7 +186,7 @@ class SlowClient(SplitserveError):
 
 
 class Cancelled(SplitserveError):
-    """The client went away, or a stop string was found: nobody reads this answer any more."""
+    """The client went away: nobody reads this answer any more."""
 
     status, code, type = 499, "cancelled", "invalid_request_error"
     advice = ""

@@ -42,6 +42,7 @@ class Answer:
             if text:
                 yield text
             if stopped:
+                journey.stop()
                 self._task.cancel()
                 return
             if journey.is_over and self.num_tokens == len(journey.output_ids):

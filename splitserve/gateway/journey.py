@@ -79,6 +79,11 @@ class Journey:
             self._changed.clear()
             await self._changed.wait()
 
+    def stop(self) -> None:
+        """The reader found a stop string: the answer is whole, and the task may be cancelled."""
+        if not self.is_over:
+            self.end_reason = "stop"
+
     async def run(self) -> None:
         """The whole journey; ends with `end_reason` or `error` set, never raises them.
 

@@ -39,6 +39,12 @@ def pieces(server: Served, **settings: object) -> tuple[str, str | None, Complet
     return text, reason, event
 
 
+def all_counted(server: Served) -> dict[str, float]:
+    """Metrics after every journey is accounted for: a response may leave just before."""
+    server.do(until(lambda: server.lab.service.num_inflight == 0, "all over"))
+    return server.metrics()
+
+
 def tokens_of(server: Served, prompt: str = PROMPT) -> list[int]:
     """The greedy answer's ids, from the journey."""
     journeys = server.lab.service
@@ -261,6 +267,16 @@ def test_stop_strings_across_tokens(server: Served) -> None:
         assert 0 < answer.usage.completion_tokens < 24
 
 
+def test_an_answer_that_a_stop_string_ends_is_not_counted_as_cancelled(server: Served) -> None:
+    stop = complete(server, **GREEDY).choices[0].text[4:8]
+    before = all_counted(server)
+    complete(server, stop=stop, **GREEDY | {"max_tokens": 600})
+    after = all_counted(server)
+    outcomes = ("stop", "cancelled")
+    names = [f'splitserve_requests_total{{outcome="{outcome}"}}' for outcome in outcomes]
+    assert [after.get(name, 0) - before.get(name, 0) for name in names] == [1, 0]
+
+
 def test_a_stop_string_that_never_comes_changes_nothing(server: Served) -> None:
     whole = complete(server, **GREEDY).choices
     assert complete(server, stop=[whole[0].text[-1] + "never"], **GREEDY).choices == whole
@@ -369,9 +385,9 @@ def test_health_and_ready(server: Served) -> None:
 
 
 def test_metrics_move(server: Served) -> None:
-    before = server.metrics()
+    before = all_counted(server)
     answer = complete(server, **GREEDY)
-    after = server.metrics()
+    after = all_counted(server)
 
     def moved(name: str) -> float:
         return after[name] - before.get(name, 0.0)
