@@ -365,7 +365,7 @@ async def test_a_worker_that_always_dies_ends_in_worker_lost(one: Lab) -> None:
 @pytest.fixture(scope="module")
 def hasty_lab(make_lab: MakeLab) -> Lab:
     """2P2D with short deadlines."""
-    deadlines = Deadlines(token_gap_s=0.5, prefill_queue_s=0.5, transfer_s=0.5)
+    deadlines = Deadlines(token_gap_s=1.0, prefill_queue_s=1.0, transfer_s=1.0)
     return make_lab(simulated_config(2, 2, deadlines=deadlines))
 
 
@@ -409,7 +409,7 @@ async def test_new_requests_avoid_a_worker_that_stands_still(
 @pytest.fixture(scope="module")
 def short_lab(make_lab: MakeLab) -> Lab:
     """1P1D with short deadlines."""
-    deadlines = Deadlines(first_token_s=1.0, token_gap_s=0.4)
+    deadlines = Deadlines(first_token_s=3.0, token_gap_s=0.6)
     return make_lab(simulated_config(1, 1, deadlines=deadlines))
 
 

@@ -217,7 +217,9 @@ class Lab:
         await self.all_up()
 
     async def all_up(self) -> None:
-        await until(lambda: len(self.hub.workers) == len(self.worker_ids), "all workers up")
+        num = len(self.worker_ids)
+        pids = self.runtime.supervisor.pids
+        await until(lambda: len(self.hub.workers) == len(pids()) == num, "all workers up")
 
     async def settle(self) -> None:
         """All workers are up again, idle, and their invariants hold."""
