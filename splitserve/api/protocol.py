@@ -1,11 +1,12 @@
 """uvicorn's HTTP protocol, with what a server that faces strangers needs besides.
 
-The header section has a limit; what is no HTTP gets an error like any other; no request outlives
-its client, however many it has sent down one connection.
+The header section has a limit in size and time; what is no HTTP gets an error like any other; no
+request outlives its client, however many it has sent down one connection.
 """
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import (
@@ -19,6 +20,7 @@ from splitserve.api.responses import error_object
 from splitserve.errors import HeadersTooLarge, MalformedHTTP, SplitserveError
 
 MAX_HEAD_BYTES = 1 << 16
+HEAD_S = 30.0  # for the header section of a connection's first request, and of each later one
 
 
 class Protocol(HttpToolsProtocol):
@@ -28,6 +30,7 @@ class Protocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._in_head = False
         self._head_bytes = 0
+        self._head_timer: asyncio.TimerHandle | None = None
         self._refusal: SplitserveError = MalformedHTTP("This is not a request of HTTP/1.1.")
         self._cycles: list[RequestResponseCycle] = []  # more than one: the client pipelines
 
@@ -39,21 +42,38 @@ class Protocol(HttpToolsProtocol):
                 self._refuse(_too_large())  # and more may come
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_head_timer()
         for cycle in self._cycles:
             if not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
         super().connection_lost(exc)
 
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._await_head()
+
+    def _await_head(self) -> None:
+        if self._head_timer is None:
+            loop = asyncio.get_running_loop()
+            self._head_timer = loop.call_later(HEAD_S, self.transport.close)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
     # --- called by the parser
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._await_head()
         self._in_head = True
         self._head_bytes = 0
 
     def on_headers_complete(self) -> None:
         self._in_head = False
+        self._stop_head_timer()
         sizes = (len(name) + len(value) for name, value in self.headers)
         if len(self.url) + sum(sizes) > MAX_HEAD_BYTES:
             self._refusal = _too_large()

@@ -19,6 +19,7 @@ import uvicorn
 from splitserve.api.app import App
 from splitserve.api.completions import ServedModel
 from splitserve.api.protocol import Protocol
+from splitserve.api.resolve import unhonoured_defaults
 from splitserve.clock import MonotonicClock
 from splitserve.cluster.cores import divide_cores
 from splitserve.cluster.rundir import make_run_dir, remove_run_dir
@@ -190,6 +191,8 @@ class Runtime:
     def _served_model(self) -> ServedModel:
         pool_tokens = self.num_blocks * self.config.block_size
         defaults = msgspec.structs.asdict(self.info.defaults)
+        for setting in unhonoured_defaults(defaults):
+            self._say(f"not honoured: {setting} of the model's generation_config.json")
         return ServedModel(
             names=(self._model_name,),
             created=int(time.time()),

@@ -33,6 +33,7 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    max_new_tokens: int | None = None
     repetition_penalty: float | None = None
 
 

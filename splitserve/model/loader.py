@@ -17,8 +17,8 @@ from splitserve.kv.format import KVFormat, ModelIdentity
 from splitserve.model import attention
 from splitserve.model.forward import Forward
 from splitserve.model.info import ModelInfo, describe
-from splitserve.model.linear import Threads, pack_linears
 from splitserve.model.kernels import GRANULE
+from splitserve.model.linear import Threads, pack_linears
 from splitserve.sampling import Sampling
 
 

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
+from splitserve.api import protocol
 from tests.e2e.conftest import BODY_S, CONTEXT, POOL_BLOCKS
 from tests.support.cluster import until
 from tests.support.served import Reply, Served
@@ -612,3 +613,13 @@ def test_many_bad_requests_at_once(server: Served) -> None:
     with ThreadPoolExecutor(16) as pool:
         replies = list(pool.map(lambda body: server.post(COMPLETION, body), bad * 20))
     assert [reply.status for reply in replies] == [400, 400, 400, 400, 400, 200] * 20
+
+
+def test_a_connection_that_never_sends_a_request_is_closed(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "HEAD_S", 0.3)
+    with raw(server) as silent, raw(server) as slow:
+        slow.sendall(b"GET /health HTTP/1.1\r\nx: ")
+        for connection in (silent, slow):
+            assert connection.recv(100) == b""
