@@ -26,7 +26,7 @@ PANEL = 16
 _LANES = 8
 _VECTORS = PANEL // _LANES
 _ROWS = 6
-_MIN_PANELS_FOR_THREADS = 8
+_MIN_WORK_FOR_THREADS = 8_000_000  # multiply-adds; below, waking threads costs more than they do
 
 Floats = npt.NDArray[np.float32]
 
@@ -155,7 +155,7 @@ def matmul(
     num_rows, num_in = x.shape
     out = np.empty((num_rows, num_out), np.float32)
     flat = (x.reshape(-1), packed.reshape(-1), out.reshape(-1), num_rows, num_in, num_out)
-    if parallel is not None and len(packed) >= _MIN_PANELS_FOR_THREADS:
+    if parallel is not None and num_rows * num_in * num_out >= _MIN_WORK_FOR_THREADS:
         parallel(*flat)
     else:
         multiply_panels(*flat, 0, len(packed))

@@ -36,7 +36,11 @@ class GatewayLink:
         self._poller.register(self._wake_fd, zmq.POLLIN)
         self._frames: deque[wire.Frame] = deque(maxlen=_FRAMES_KEPT)
         self._next_number = 0
-        self._socket.send_multipart(wire.encode(hello))
+        self._hello = hello
+
+    def say_hello(self) -> None:
+        """The worker is ready for legs and for readers of its KV."""
+        self._socket.send_multipart(wire.encode(self._hello))
 
     def wake(self) -> None:
         """End the engine thread's `wait`. Any thread."""

@@ -107,6 +107,7 @@ class Worker:
         self._no_cancel = threading.Event()
         self._stopping = False
         self._last_frame_s = clock.now()
+        self._link.say_hello()
 
     def run(self) -> None:
         """The engine loop, until Stop or SIGTERM."""

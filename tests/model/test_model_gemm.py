@@ -53,12 +53,12 @@ def test_each_output_is_one_chain_of_fused_multiply_adds() -> None:
 
 
 def test_threads_change_no_bit() -> None:
-    packed, x = gemm.pack(random((300, 64))), random((17, 64), 1)
+    packed, x = gemm.pack(random((1003, 512))), random((17, 512), 1)
     threads = Threads()
     threads.use(2)
     assert threads.multiply is not None
     assert np.array_equal(
-        gemm.matmul(x, packed, 300, threads.multiply), gemm.matmul(x, packed, 300)
+        gemm.matmul(x, packed, 1003, threads.multiply), gemm.matmul(x, packed, 1003)
     )
 
 
