@@ -17,6 +17,14 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     choice: index of the choice within its request.
     max_tokens: at most so many output tokens, >= 1.
     stop_ids: token ids that end the answer: the model's EOS ids and the client's stop ids.
+    min_tokens: no stop id can be drawn before so many output tokens.
+    logit_bias: (token id, bias) pairs, added to the logits.
+    repetition_penalty: logits of tokens in prompt or output are divided by it if positive, else
+        multiplied (CTRL, Keskar et al. 2019); 1 is none.
+    frequency_penalty, presence_penalty: subtracted from the logits of tokens in the output, once
+        per occurrence, and once; 0 is none.
+    All of these come before the temperature, in the order min_tokens, logit_bias, repetition,
+    frequency and presence (as in vLLM).
     """
 
     seed: int
@@ -27,3 +35,8 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     min_p: float = 0.0
     choice: int = 0
     stop_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0

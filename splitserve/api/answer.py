@@ -29,6 +29,7 @@ class Answer:
         self._detokenizer = detokenizer
         self._stops = StopScanner(stop_strings)
         self._stop_ids = frozenset(journey.request.sampling.stop_ids)
+        self._min_tokens = journey.request.sampling.min_tokens
 
     async def texts(self) -> AsyncIterator[str]:
         """Pieces of text as they become final, never empty; raise the journey's error.
@@ -62,16 +63,17 @@ class Answer:
         self._task.cancel()
 
     def _read(self, output_ids: list[int]) -> tuple[str, bool]:
-        """Text of the ids not read yet, up to a stop string. A stop id has none, like an EOS."""
+        """Text of the ids not read yet, up to a stop string; none is looked for in the first
+        min_tokens tokens. A stop id has no text, like an EOS."""
         pieces = []
         stopped = False
         while self.num_tokens < len(output_ids) and not stopped:
             token_id = output_ids[self.num_tokens]
             self.num_tokens += 1
             piece = "" if token_id in self._stop_ids else self._detokenizer.push(token_id)
-            if piece:
+            if self.num_tokens > self._min_tokens and piece:
                 piece, stopped = self._stops.push(piece)
-                pieces.append(piece)
+            pieces.append(piece)
         return "".join(pieces), stopped
 
     @property

@@ -76,7 +76,9 @@ class Completions:
         parsed = parse_chat(body) if kind == "chat" else parse_completion(body)
         if parsed.model not in self._model.names:
             raise ModelNotFound(f"There is no model {parsed.model[:200]!r} here.", param="model")
-        check_token_ids(parsed.stop_token_ids, self._model.vocab_size, "stop_token_ids")
+        vocab_size = self._model.vocab_size
+        check_token_ids(parsed.stop_token_ids, vocab_size, "stop_token_ids")
+        check_token_ids([token_id for token_id, _ in parsed.logit_bias], vocab_size, "logit_bias")
         prompts = await self._prompts(parsed)
         call = _Call(parsed, self._model.names[0], request_id)
         generations = [

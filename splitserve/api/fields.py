@@ -28,6 +28,11 @@ _COMMON = frozenset(
         "stop",
         "stop_token_ids",
         "ignore_eos",
+        "min_tokens",
+        "logit_bias",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
         "user",
         "metadata",
     ]
@@ -43,12 +48,7 @@ _FALSE: tuple[object, ...] = (False,)
 
 _NEUTRAL_COMMON: Mapping[str, tuple[object, ...]] = {
     "n": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "logit_bias": _EMPTY,
-    "min_tokens": (0,),
     "prompt_logprobs": _NOTHING,
     "return_token_ids": _FALSE,
     "return_tokens_as_token_ids": _FALSE,

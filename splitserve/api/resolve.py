@@ -13,7 +13,6 @@ DEFAULT_COMPLETION_TOKENS = 16
 """max_tokens of a completion that does not say: OpenAI's default."""
 
 _UNHONOURED: Mapping[str, object] = {
-    "repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,
     "typical_p": 1.0,
     "num_beams": 1,
@@ -33,8 +32,8 @@ def resolve(
     """Sampling of one prompt of the request.
 
     generation_defaults: the model's generation_config.json. As in vLLM its temperature, top_k,
-    top_p and min_p hold where the client gave none, and its do_sample is not read; its
-    max_new_tokens is the default of max_tokens for a chat.
+    top_p, min_p and repetition_penalty hold where the client gave none, and its do_sample is not
+    read; its max_new_tokens is the default of max_tokens for a chat.
     seed_source: called once, for a 64-bit seed, when the client gave none.
     prompt_len: in tokens; max_model_len: of prompt and output together.
 
@@ -49,6 +48,13 @@ def resolve(
         top_p=_or_default(parsed.top_p, generation_defaults, "top_p", 1.0),
         min_p=_or_default(parsed.min_p, generation_defaults, "min_p", 0.0),
         choice=choice,
+        min_tokens=parsed.min_tokens,
+        logit_bias=parsed.logit_bias,
+        presence_penalty=parsed.presence_penalty,
+        frequency_penalty=parsed.frequency_penalty,
+        repetition_penalty=_or_default(
+            parsed.repetition_penalty, generation_defaults, "repetition_penalty", 1.0
+        ),
         stop_ids=tuple(sorted({*parsed.stop_token_ids, *(() if parsed.ignore_eos else eos_ids)})),
     )
 

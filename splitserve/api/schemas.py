@@ -20,6 +20,7 @@ MAX_PROMPTS = 64
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
+MAX_BIASES = 1024
 MAX_METADATA_PAIRS = 16
 MAX_TEMPERATURE = 2.0
 
@@ -51,6 +52,11 @@ class ParsedRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float | None = None
     user: str | None = None
     metadata: dict[str, str] = {}
 
@@ -143,6 +149,11 @@ def _parsed(
         stop=_stop(body.get("stop")),
         stop_token_ids=_stop_token_ids(body.get("stop_token_ids")),
         ignore_eos=values.boolean(body, "ignore_eos"),
+        min_tokens=_min_tokens(body, max_tokens),
+        logit_bias=_logit_bias(body.get("logit_bias")),
+        presence_penalty=values.number(body, "presence_penalty", -2, 2) or 0.0,
+        frequency_penalty=values.number(body, "frequency_penalty", -2, 2) or 0.0,
+        repetition_penalty=values.number(body, "repetition_penalty", 0, 10, above_low=True),
         user=values.string(body, "user"),
         metadata=_metadata(body.get("metadata")),
     )
@@ -184,6 +195,31 @@ def _include_usage(value: object, stream: bool) -> bool:
 def _top_k(body: dict[str, Any]) -> int | None:
     top_k = values.integer(body, "top_k", -1, 2**31 - 1)
     return 0 if top_k == -1 else top_k
+
+
+def _min_tokens(body: dict[str, Any], max_tokens: int | None) -> int:
+    least = values.integer(body, "min_tokens", 0, 2**31 - 1) or 0
+    if max_tokens is not None and least > max_tokens:
+        raise InvalidValue(
+            f"min_tokens = {least} is more than max_tokens = {max_tokens}.", param="min_tokens"
+        )
+    return least
+
+
+def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
+    """OpenAI's object of token id (as a string) to a bias from -100 to 100."""
+    if value is None:
+        return ()
+    if not isinstance(value, dict) or len(value) > MAX_BIASES:
+        raise wrong("logit_bias", f"an object of at most {MAX_BIASES} biases by token id", value)
+    pairs = []
+    for name in value:
+        param = f"logit_bias.{name}"[:200]
+        if not (name.isascii() and name.isdigit() and len(name) < 11):
+            raise wrong(param, "a token id as the name of each bias", name)
+        bias = values.number({param: value[name]}, param, -100, 100)
+        pairs.append((int(name), bias or 0.0))
+    return tuple(sorted(pairs))
 
 
 def _seed(body: dict[str, Any]) -> int | None:

@@ -33,7 +33,7 @@ from splitserve.kv.format import KVFormat
 from splitserve.model.info import ModelInfo, describe
 from splitserve.model.simulated import simulated_format
 from splitserve.text.template import ChatTemplate
-from splitserve.text.tokenizer import Tokenizer
+from splitserve.text.tokenizer import Tokenizer, read_json
 from splitserve.worker.spec import ModelSpec, WorkerSpec
 
 log = logging.getLogger(__name__)
@@ -191,7 +191,8 @@ class Runtime:
     def _served_model(self) -> ServedModel:
         pool_tokens = self.num_blocks * self.config.block_size
         defaults = msgspec.structs.asdict(self.info.defaults)
-        for setting in unhonoured_defaults(defaults):
+        written = read_json(self._model_dir / "generation_config.json")
+        for setting in unhonoured_defaults(written):
             self._say(f"not honoured: {setting} of the model's generation_config.json")
         return ServedModel(
             names=(self._model_name,),

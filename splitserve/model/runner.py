@@ -9,6 +9,7 @@ import torch
 from splitserve.engine.step import PlanItem, StepPlan, StepResult
 from splitserve.errors import WorkerFault
 from splitserve.kv.format import KVFormat
+from splitserve.model.adjust import adjusted
 from splitserve.model.exact import invariant_rows
 from splitserve.model.forward import Forward
 from splitserve.model.loader import LoadedModel
@@ -61,6 +62,8 @@ class TorchRunner:
 def _draw(item: PlanItem, logits: npt.NDArray[np.float32]) -> int:
     assert item.draw is not None
     try:
-        return draw(logits, item.draw.sampling, len(item.draw.output_ids))
+        wanted = item.draw
+        row = adjusted(logits, wanted.sampling, wanted.prompt_ids, wanted.output_ids)
+        return draw(row, wanted.sampling, len(wanted.output_ids))
     except WorkerFault as fault:
         raise WorkerFault(f"Request {item.request_id}: {fault.message}") from fault

@@ -80,5 +80,5 @@ def test_prompt_ids_outside_the_vocabulary() -> None:
 
 
 def test_settings_of_the_model_that_are_not_applied_are_told() -> None:
-    config = {"repetition_penalty": 1.1, "num_beams": 1, "temperature": 0.7, "typical_p": None}
-    assert unhonoured_defaults(config) == ["repetition_penalty = 1.1"]
+    config = {"no_repeat_ngram_size": 3, "num_beams": 1, "temperature": 0.7, "typical_p": None}
+    assert unhonoured_defaults(config) == ["no_repeat_ngram_size = 3"]

@@ -308,6 +308,39 @@ def test_eos_ends_an_answer_unless_ignored(server: Served) -> None:
     assert ignored.choices[0].text.startswith(ends[seed].text)
 
 
+def test_min_tokens_keeps_an_answer_from_ending(server: Served) -> None:
+    """Neither a stop id nor a stop string ends it before."""
+    first = tokens_of(server)[0]
+    extra = {"stop_token_ids": [first], "min_tokens": 6}
+    answer = complete(server, temperature=0, max_tokens=12, extra_body=extra)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens > 6
+    plain = complete(server, **GREEDY).choices[0].text
+    held = complete(
+        server, stop=plain[0], **GREEDY | {"extra_body": {"ignore_eos": True, "min_tokens": 6}}
+    )
+    assert held.choices[0].text.startswith(plain[:3])
+
+
+def test_logit_bias_forces_and_forbids(server: Served) -> None:
+    ids = tokens_of(server)
+    tokenizer = Tokenizer.load(server.lab.runtime.info.path)
+    wanted = next(i for i in range(300, 400) if tokenizer.decode([i]).isascii())
+    forced = complete(server, logit_bias={str(wanted): 100}, **GREEDY)
+    assert forced.choices[0].text == tokenizer.decode([wanted] * 24)
+    forbidden = complete(server, logit_bias={str(ids[0]): -100}, **GREEDY)
+    assert not forbidden.choices[0].text.startswith(tokenizer.decode(ids[:1]))
+
+
+def test_penalties_change_answers_and_are_those_of_one_worker(split: Served, mixed: Served) -> None:
+    """Rebuilt from the ids: the split answer, whose second token comes from elsewhere, is equal."""
+    settings = GREEDY | {"max_tokens": 60, "frequency_penalty": 2.0, "presence_penalty": 2.0}
+    settings["extra_body"] = {"ignore_eos": True, "repetition_penalty": 1.5}
+    texts = [complete(server, **settings).choices[0].text for server in (split, mixed)]
+    assert texts[0] == texts[1]
+    assert texts[0] != complete(mixed, **GREEDY | {"max_tokens": 60}).choices[0].text
+
+
 def test_an_answer_may_end_with_its_first_token(server: Served) -> None:
     assert complete(server, max_tokens=1).choices[0].finish_reason == "length"
     first = tokens_of(server)[0]
