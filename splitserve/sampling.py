@@ -23,7 +23,9 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         multiplied (CTRL, Keskar et al. 2019); 1 is none.
     frequency_penalty, presence_penalty: subtracted from the logits of tokens in the output, once
         per occurrence, and once; 0 is none.
-    All of these come before the temperature, in the order min_tokens, logit_bias, repetition,
+    logprobs: tell the log-probability of each token drawn, and of so many of the likeliest; None
+        tells none. They are of the raw logits, before anything above.
+    All but logprobs come before the temperature, in the order min_tokens, logit_bias, repetition,
     frequency and presence (as in vLLM).
     """
 
@@ -40,3 +42,12 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    logprobs: int | None = None
+
+
+class Logprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Natural logarithms of probabilities at one output position; top_ids likeliest first."""
+
+    drawn: float
+    top_ids: list[int] = []
+    top: list[float] = []

@@ -15,7 +15,7 @@ import msgspec
 
 from splitserve.errors import FormatMismatch
 from splitserve.kv.format import KVFormat, ModelIdentity
-from splitserve.sampling import Sampling
+from splitserve.sampling import Logprobs, Sampling
 
 WIRE_VERSION = 1
 _VERSIONS_ACCEPTED = (1,)
@@ -158,6 +158,7 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
     request_id: str
     index: int
     token_id: int
+    logprobs: Logprobs | None = None
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):

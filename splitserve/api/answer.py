@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
+from splitserve.api.logprobs import LogprobWriter
 from splitserve.api.responses import FinishReason
 from splitserve.errors import SplitserveError
 from splitserve.gateway.journey import Journey
@@ -21,6 +23,7 @@ class Answer:
         task: asyncio.Task[None],
         detokenizer: Detokenizer,
         stop_strings: tuple[str, ...],
+        logprobs: LogprobWriter | None = None,
     ) -> None:
         self.journey = journey
         self.finish_reason: FinishReason = "stop"
@@ -29,6 +32,8 @@ class Answer:
         self._detokenizer = detokenizer
         self._stops = StopScanner(stop_strings)
         self._stop_ids = frozenset(journey.request.sampling.stop_ids)
+        self._logprobs = logprobs
+        self._num_told = 0
         self._min_tokens = journey.request.sampling.min_tokens
 
     async def texts(self) -> AsyncIterator[str]:
@@ -57,6 +62,15 @@ class Answer:
         text += self._stops.flush()
         if text:
             yield text
+
+    def take_logprobs(self) -> dict[str, Any] | None:
+        """Log-probabilities of the tokens read since the last call; None if not asked for."""
+        if self._logprobs is None:
+            return None
+        told = slice(self._num_told, self.num_tokens)
+        self._num_told = self.num_tokens
+        journey = self.journey
+        return self._logprobs.take(journey.output_ids[told], journey.logprobs[told])
 
     def cancel(self) -> None:
         """The client wants no more of it."""

@@ -20,6 +20,7 @@ from splitserve.api.http import (
     send_body,
     until_gone,
 )
+from splitserve.api.logprobs import LogprobWriter
 from splitserve.api.resolve import check_token_ids, prompt_too_long, resolve
 from splitserve.api.responses import Choice, Usage, chat_completion, text_completion
 from splitserve.api.schemas import Kind, ParsedRequest, parse_chat, parse_completion
@@ -101,7 +102,8 @@ class Completions:
             for generation in generations:
                 journey, task = await self._service.start(generation)
                 detokenizer = self._detokenizers.new()
-                answers.append(Answer(journey, task, detokenizer, call.parsed.stop))
+                writer = self._logprob_writer(call.parsed)
+                answers.append(Answer(journey, task, detokenizer, call.parsed.stop, writer))
             if call.parsed.stream:
                 limit_s = self._service.config.deadlines.slow_client_s
                 await call.stream(answers, EventWriter(send, limit_s, call.headers))
@@ -110,6 +112,12 @@ class Completions:
         finally:
             for answer in answers:
                 answer.cancel()
+
+    def _logprob_writer(self, parsed: ParsedRequest) -> LogprobWriter | None:
+        if parsed.logprobs is None:
+            return None
+        bytes_of = self._detokenizers.token_bytes
+        return LogprobWriter(parsed.kind, self._model.tokenizer, bytes_of)
 
     async def _prompts(self, parsed: ParsedRequest) -> list[list[int]]:
         """Token ids of each prompt, checked against the vocabulary."""
@@ -168,7 +176,7 @@ class _Call:
     async def send_whole(self, answers: list[Answer], send: Send) -> None:
         async def collect(answer: Answer) -> Choice:
             text = "".join([piece async for piece in answer.texts()])
-            return Choice(text, answer.finish_reason)
+            return Choice(text, answer.finish_reason, answer.take_logprobs())
 
         choices = await _all([collect(answer) for answer in answers])
         build = chat_completion if self.parsed.kind == "chat" else text_completion
@@ -194,9 +202,9 @@ class _Call:
         events = ChatStream(self.request_id, self._created, self._model, self.parsed.include_usage)
         opening = events.first()
         async for text in answer.texts():
-            await writer.write(opening + events.delta(text))
+            await writer.write(opening + events.delta(text, answer.take_logprobs()))
             opening = b""
-        closing = opening + events.last(answer.finish_reason)
+        closing = opening + events.last(answer.finish_reason, answer.take_logprobs())
         if self.parsed.include_usage:
             closing += events.usage(_usage([answer]))
         await writer.write(closing + DONE)
@@ -210,9 +218,10 @@ class _Call:
         async def follow(index: int, answer: Answer) -> None:
             async for text in answer.texts():
                 async with turn:
-                    await writer.write(events.delta(text, index))
+                    await writer.write(events.delta(text, index, answer.take_logprobs()))
             async with turn:
-                await writer.write(events.last(answer.finish_reason, index))
+                last = events.last(answer.finish_reason, index, answer.take_logprobs())
+                await writer.write(last)
 
         await _all([follow(i, answer) for i, answer in enumerate(answers)])
         usage = events.usage(_usage(answers)) if self.parsed.include_usage else b""

@@ -38,8 +38,8 @@ _COMMON = frozenset(
     ]
 )
 HONOURED: Mapping[str, frozenset[str]] = {
-    "chat": _COMMON | {"messages", "max_completion_tokens"},
-    "completion": _COMMON | {"prompt"},
+    "chat": _COMMON | {"messages", "max_completion_tokens", "logprobs", "top_logprobs"},
+    "completion": _COMMON | {"prompt", "logprobs"},
 }
 
 _NOTHING: tuple[object, ...] = ()
@@ -77,8 +77,6 @@ _NEUTRAL_COMMON: Mapping[str, tuple[object, ...]] = {
 }
 _NEUTRAL_OWN: Mapping[str, Mapping[str, tuple[object, ...]]] = {
     "chat": {
-        "logprobs": _FALSE,
-        "top_logprobs": (0,),
         "tools": _EMPTY,
         "tool_choice": ("none",),
         "parallel_tool_calls": (True, False),  # without tools there is nothing to call
@@ -106,7 +104,6 @@ _NEUTRAL_OWN: Mapping[str, Mapping[str, tuple[object, ...]]] = {
         "media_io_kwargs": _EMPTY,
     },
     "completion": {
-        "logprobs": _NOTHING,  # 0 asks for the sampled token's
         "add_special_tokens": (True,),
         "best_of": (1,),
         "echo": _FALSE,

@@ -48,6 +48,7 @@ def resolve(
         top_p=_or_default(parsed.top_p, generation_defaults, "top_p", 1.0),
         min_p=_or_default(parsed.min_p, generation_defaults, "min_p", 0.0),
         choice=choice,
+        logprobs=parsed.logprobs,
         min_tokens=parsed.min_tokens,
         logit_bias=parsed.logit_bias,
         presence_penalty=parsed.presence_penalty,

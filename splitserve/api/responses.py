@@ -38,6 +38,7 @@ class Choice(msgspec.Struct, frozen=True):
 
     text: str
     finish_reason: FinishReason
+    logprobs: dict[str, Any] | None = None
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -63,7 +64,7 @@ def chat_completion(
                 {
                     "index": index,
                     "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                    "logprobs": None,
+                    "logprobs": choice.logprobs,
                     "finish_reason": choice.finish_reason,
                 }
                 for index, choice in enumerate(choices)
@@ -87,7 +88,7 @@ def text_completion(
                 {
                     "index": index,
                     "text": choice.text,
-                    "logprobs": None,
+                    "logprobs": choice.logprobs,
                     "finish_reason": choice.finish_reason,
                 }
                 for index, choice in enumerate(choices)

@@ -21,6 +21,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_BIASES = 1024
+MAX_LOGPROBS = 20
 MAX_METADATA_PAIRS = 16
 MAX_TEMPERATURE = 2.0
 
@@ -34,6 +35,7 @@ class ParsedRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     messages: of a chat, each {"role", "content"[, "name"]}; empty for a completion.
     prompts: of a completion, each text or token ids; empty for a chat. One choice per prompt.
     seed: as an unsigned 64-bit integer.
+    logprobs: tell the log-probability of each token and of so many of the likeliest; None: no.
     user, metadata: identification; they have no influence on the answer.
     """
 
@@ -57,6 +59,7 @@ class ParsedRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float | None = None
+    logprobs: int | None = None
     user: str | None = None
     metadata: dict[str, str] = {}
 
@@ -66,7 +69,8 @@ def parse_chat(raw: bytes) -> ParsedRequest:
     body = decode_object(raw)
     check_fields(body, "chat")
     messages = read_messages(body.get("messages"))
-    return _parsed("chat", body, _chat_max_tokens(body), messages=messages)
+    logprobs = _chat_logprobs(body)
+    return _parsed("chat", body, _chat_max_tokens(body), logprobs, messages=messages)
 
 
 def parse_completion(raw: bytes) -> ParsedRequest:
@@ -74,7 +78,9 @@ def parse_completion(raw: bytes) -> ParsedRequest:
     body = decode_object(raw)
     check_fields(body, "completion")
     prompts = read_prompts(body.get("prompt"))
-    return _parsed("completion", body, values.integer(body, "max_tokens", 1), prompts=prompts)
+    logprobs = values.integer(body, "logprobs", 0, MAX_LOGPROBS)
+    max_tokens = values.integer(body, "max_tokens", 1)
+    return _parsed("completion", body, max_tokens, logprobs, prompts=prompts)
 
 
 def decode_object(raw: bytes) -> dict[str, Any]:
@@ -126,6 +132,7 @@ def _parsed(
     kind: Kind,
     body: dict[str, Any],
     max_tokens: int | None,
+    logprobs: int | None,
     messages: tuple[dict[str, str], ...] = (),
     prompts: tuple[Prompt, ...] = (),
 ) -> ParsedRequest:
@@ -149,6 +156,7 @@ def _parsed(
         stop=_stop(body.get("stop")),
         stop_token_ids=_stop_token_ids(body.get("stop_token_ids")),
         ignore_eos=values.boolean(body, "ignore_eos"),
+        logprobs=logprobs,
         min_tokens=_min_tokens(body, max_tokens),
         logit_bias=_logit_bias(body.get("logit_bias")),
         presence_penalty=values.number(body, "presence_penalty", -2, 2) or 0.0,
@@ -195,6 +203,15 @@ def _include_usage(value: object, stream: bool) -> bool:
 def _top_k(body: dict[str, Any]) -> int | None:
     top_k = values.integer(body, "top_k", -1, 2**31 - 1)
     return 0 if top_k == -1 else top_k
+
+
+def _chat_logprobs(body: dict[str, Any]) -> int | None:
+    """logprobs true or false, top_logprobs how many beside the token itself."""
+    wanted = values.boolean(body, "logprobs")
+    num_top = values.integer(body, "top_logprobs", 0, MAX_LOGPROBS)
+    if num_top and not wanted:
+        raise InvalidValue("top_logprobs needs logprobs = true.", param="top_logprobs")
+    return (num_top or 0) if wanted else None
 
 
 def _min_tokens(body: dict[str, Any], max_tokens: int | None) -> int:

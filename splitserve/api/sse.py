@@ -53,17 +53,29 @@ class ChatStream:
         """The chunk that opens the message: the role, no text."""
         return event(self._chunk({"role": "assistant", "content": ""}, None))
 
-    def delta(self, text: str) -> bytes:
+    def delta(self, text: str, logprobs: dict[str, Any] | None = None) -> bytes:
+        if logprobs is not None:
+            return event(self._chunk({"content": text}, None, logprobs))
         return self._prefix + _encode(text) + self._suffix
 
-    def last(self, finish_reason: FinishReason) -> bytes:
-        return event(self._chunk({}, finish_reason))
+    def last(self, finish_reason: FinishReason, logprobs: dict[str, Any] | None = None) -> bytes:
+        return event(self._chunk({}, finish_reason, logprobs))
 
     def usage(self, usage: Usage) -> bytes:
         return event({**self._body, "choices": [], "usage": usage.body()})
 
-    def _chunk(self, delta: dict[str, str], finish_reason: FinishReason | None) -> dict[str, Any]:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    def _chunk(
+        self,
+        delta: dict[str, str],
+        finish_reason: FinishReason | None,
+        logprobs: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        choice = {
+            "index": 0,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
         body = {**self._body, "choices": [choice]}
         if self._include_usage:
             body["usage"] = None
@@ -96,18 +108,36 @@ class CompletionStream:
         }
         self._around = [_around(self._chunk(_MARK, i, None)) for i in range(num_choices)]
 
-    def delta(self, text: str, index: int = 0) -> bytes:
+    def delta(self, text: str, index: int = 0, logprobs: dict[str, Any] | None = None) -> bytes:
+        if logprobs is not None:
+            return event(self._chunk(text, index, None, logprobs))
         prefix, suffix = self._around[index]
         return prefix + _encode(text) + suffix
 
-    def last(self, finish_reason: FinishReason, index: int = 0) -> bytes:
-        return event(self._chunk("", index, finish_reason))
+    def last(
+        self,
+        finish_reason: FinishReason,
+        index: int = 0,
+        logprobs: dict[str, Any] | None = None,
+    ) -> bytes:
+        return event(self._chunk("", index, finish_reason, logprobs))
 
     def usage(self, usage: Usage) -> bytes:
         return event({**self._body, "choices": [], "usage": usage.body()})
 
-    def _chunk(self, text: str, index: int, finish_reason: FinishReason | None) -> dict[str, Any]:
-        choice = {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+    def _chunk(
+        self,
+        text: str,
+        index: int,
+        finish_reason: FinishReason | None,
+        logprobs: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        choice = {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
         body = {**self._body, "choices": [choice]}
         if self._include_usage:
             body["usage"] = None

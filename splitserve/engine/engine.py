@@ -14,11 +14,12 @@ from splitserve.clock import Clock
 from splitserve.connector.base import Connector, FetchDone, HandoffState, SealDone
 from splitserve.engine.scheduler import Drawn, Scheduler
 from splitserve.engine.sequence import Sequence, Status
-from splitserve.engine.step import Runner, StepPlan, StepResult
+from splitserve.engine.step import PlanItem, Runner, StepPlan, StepResult
 from splitserve.errors import SplitserveError, TransferFailed, WorkerFault
 from splitserve.kv.keys import root_key
 from splitserve.kv.lease import Lease, LeaseEnd
 from splitserve.kv.table import BlockTable
+from splitserve.sampling import Logprobs
 
 log = logging.getLogger(__name__)
 
@@ -212,12 +213,14 @@ class Engine:
                 self._fail(plan.items[0].request_id, error)
                 return StepPlan(), StepResult([])
             log.exception("a step of %d sequences failed, running each alone", len(plan.items))
-        items, tokens = [], []
+        items: list[PlanItem] = []
+        results: list[tuple[int | None, Logprobs | None]] = []
         for item in plan.items:
             alone, result = self._execute(StepPlan([item]))
             items += alone.items
-            tokens += result.token_ids
-        return StepPlan(items), StepResult(tokens)
+            results += result.items()
+        token_ids = [token_id for token_id, _ in results]
+        return StepPlan(items), StepResult(token_ids, [logprobs for _, logprobs in results])
 
     def _fail(self, request_id: str, error: Exception) -> None:
         log.error("request %s failed in a step: %r", request_id, error)
@@ -242,7 +245,7 @@ class Engine:
         sequence = drawn.sequence
         request_id = sequence.request_id
         index = len(sequence.output_ids) - 1
-        self.outbox.tokens.append(wire.Token(request_id, index, drawn.token_id))
+        self.outbox.tokens.append(wire.Token(request_id, index, drawn.token_id, drawn.logprobs))
         if sequence.num_drawn == 1 and sequence.leg is not wire.Leg.DECODE:
             assert sequence.started_s is not None
             computed = len(sequence.tokens) - 1 - (sequence.cached_tokens or 0)

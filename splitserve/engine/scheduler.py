@@ -19,6 +19,7 @@ from splitserve.engine.sequence import Sequence, Status
 from splitserve.engine.step import Draw, PlanItem, StepPlan, StepResult
 from splitserve.kv.lease import Lease, LeaseTable
 from splitserve.kv.pool import BlockPool, OutOfBlocks, Ref
+from splitserve.sampling import Logprobs
 from splitserve.wire import Leg
 
 
@@ -46,6 +47,7 @@ class Drawn:
 
     sequence: Sequence
     token_id: int
+    logprobs: Logprobs | None
     end: str | None
     lease: Lease | None
 
@@ -188,16 +190,18 @@ class Scheduler:
         """Apply a step's result; finished and handed-off sequences leave."""
         by_id = {sequence.request_id: sequence for sequence in self.running}
         drawn = []
-        for item, token_id in zip(plan.items, result.token_ids, strict=True):
+        for item, (token_id, logprobs) in zip(plan.items, result.items(), strict=True):
             sequence = by_id[item.request_id]
             sequence.num_computed += len(item.token_ids)
             if self.config.prefix_cache:
                 sequence.table.seal(sequence.tokens, sequence.num_computed)
             if token_id is not None:
-                drawn.append(self._append(sequence, token_id, now_s))
+                drawn.append(self._append(sequence, token_id, logprobs, now_s))
         return drawn
 
-    def _append(self, sequence: Sequence, token_id: int, now_s: float) -> Drawn:
+    def _append(
+        self, sequence: Sequence, token_id: int, logprobs: Logprobs | None, now_s: float
+    ) -> Drawn:
         sequence.append(token_id)
         end = sequence.end_reason()
         lease = None
@@ -209,7 +213,7 @@ class Scheduler:
             self._leave(sequence)
             blocks = sequence.table.lease()
             lease = self.leases.grant(sequence.request_id, blocks, now_s, sequence.deadline_s)
-        return Drawn(sequence, token_id, end, lease)
+        return Drawn(sequence, token_id, logprobs, end, lease)
 
     def collect_leases(self, now_s: float) -> list[Lease]:
         """Unpin the blocks of the leases that ended."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from splitserve.kv.format import KVFormat
-from splitserve.sampling import Sampling
+from splitserve.sampling import Logprobs, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +52,17 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step gave: per item of the plan, in its order, the token drawn or None."""
+    """What a step gave: per item of the plan, in its order, the token drawn or None.
+
+    logprobs: per item too, None where not asked for; may be empty if nobody asked.
+    """
 
     token_ids: list[int | None]
+    logprobs: list[Logprobs | None] = field(default_factory=list)
+
+    def items(self) -> Iterator[tuple[int | None, Logprobs | None]]:
+        """(token, logprobs) per item of the plan."""
+        return itertools.zip_longest(self.token_ids, self.logprobs)
 
 
 class Runner(Protocol):

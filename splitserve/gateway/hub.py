@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 class LegListener(Protocol):
     """Whoever follows one leg. Called in the event loop; must not block."""
 
-    def on_token(self, index: int, token_id: int) -> None: ...
+    def on_token(self, token: wire.Token) -> None: ...
 
     def on_notice(self, notice: wire.Notice) -> None: ...
 
@@ -279,7 +279,7 @@ class WorkerHub:
             leg = legs.get(token.request_id)
             if leg is not None:
                 leg.num_pending = 0
-                leg.listener.on_token(token.index, token.token_id)
+                leg.listener.on_token(token)
         for notice in frame.notices:
             self._take_notice(handle, notice)
 

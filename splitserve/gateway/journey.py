@@ -24,11 +24,11 @@ from splitserve.errors import (
     WorkerLost,
 )
 from splitserve.gateway.hub import WorkerHub
-from splitserve.gateway.legs import HeldOffer, LegLost, LegStream, LegToken
+from splitserve.gateway.legs import HeldOffer, LegLost, LegStream
 from splitserve.moments import Moment, Timeline
 from splitserve.router.pick import pick
 from splitserve.router.split import decide_split
-from splitserve.sampling import Sampling
+from splitserve.sampling import Logprobs, Sampling
 from splitserve.wire import Leg
 
 log = logging.getLogger(__name__)
@@ -54,6 +54,7 @@ class Journey:
     ) -> None:
         self.request = request
         self.output_ids: list[int] = []
+        self.logprobs: list[Logprobs] = []  # one per output id, if asked for
         self.end_reason: str | None = None
         self.error: SplitserveError | None = None
         self.timeline = Timeline()
@@ -162,7 +163,7 @@ class Journey:
                         self.timeline.mark(
                             Moment.PREFILL_ENDED, start_s + item.prefill_s, stream.worker_id
                         )
-                    case LegToken():
+                    case wire.Token():
                         started = True
                         self._take_token(item, stream)
                     case wire.Offered(offer=offer):
@@ -222,7 +223,7 @@ class Journey:
                     held.settle(release=True)
                     self._num_failed_transfers += 1
                     raise LegLost(f"transfer to {stream.worker_id} failed: {reason}")
-                case LegToken():
+                case wire.Token():
                     self._take_token(item, stream)
                 case wire.End():
                     self._take_end(item)
@@ -270,7 +271,7 @@ class Journey:
 
     async def _next(
         self, stream: LegStream, limit_s: float, phase: str | None
-    ) -> LegToken | wire.Notice:
+    ) -> wire.Token | wire.Notice:
         """The stream's next item. Past the limit: a deadline that only the client can act upon
         raises DeadlineExceeded; a worker that fell silent in the middle is left (LegLost)."""
         try:
@@ -293,7 +294,7 @@ class Journey:
             return self._arrived_s + deadlines.first_token_s
         return self._waiting_since_s + deadlines.token_gap_s
 
-    def _take_token(self, token: LegToken, stream: LegStream) -> None:
+    def _take_token(self, token: wire.Token, stream: LegStream) -> None:
         if token.index != len(self.output_ids):
             raise LegLost(
                 f"{stream.worker_id} sent token {token.index}, not {len(self.output_ids)}"
@@ -301,6 +302,8 @@ class Journey:
         now = self._clock.now()
         self._waiting_since_s = now
         self.output_ids.append(token.token_id)
+        if token.logprobs is not None:
+            self.logprobs.append(token.logprobs)
         if token.index == 0:
             self.timeline.mark(Moment.FIRST_TOKEN, now, stream.worker_id)
         elif token.index == 1:

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from dataclasses import dataclass
 
 from splitserve import wire
 from splitserve.gateway.hub import WorkerHub
-
-
-@dataclass(frozen=True, slots=True)
-class LegToken:
-    index: int
-    token_id: int
 
 
 class LegLost(Exception):
@@ -30,15 +23,15 @@ class LegStream:
         self.request_id = submit.request_id
         self.opened_s = opened_s
         self._hub = hub
-        self._items: deque[LegToken | wire.Notice] = deque()
+        self._items: deque[wire.Token | wire.Notice] = deque()
         self._lost: str | None = None
         self._ended = False
         self._waiter: asyncio.Future[None] | None = None
         if not hub.open_leg(worker_id, submit, self, num_pending):
             self._lost = f"{worker_id} is gone"
 
-    def on_token(self, index: int, token_id: int) -> None:
-        self._items.append(LegToken(index, token_id))
+    def on_token(self, token: wire.Token) -> None:
+        self._items.append(token)
         self._notify()
 
     def on_notice(self, notice: wire.Notice) -> None:
@@ -50,7 +43,7 @@ class LegStream:
         self._lost = f"{self.worker_id} {reason}"
         self._notify()
 
-    async def next(self, timeout_s: float) -> LegToken | wire.Notice:
+    async def next(self, timeout_s: float) -> wire.Token | wire.Notice:
         """The next item. Raise LegLost when there is none and none can come, or TimeoutError."""
         while not self._items:
             if self._lost is not None:

@@ -13,7 +13,9 @@ from splitserve.model.adjust import adjusted
 from splitserve.model.exact import invariant_rows
 from splitserve.model.forward import Forward
 from splitserve.model.loader import LoadedModel
+from splitserve.model.logprobs import logprobs
 from splitserve.model.sampling import draw
+from splitserve.sampling import Logprobs
 
 
 class TorchRunner:
@@ -56,14 +58,17 @@ class TorchRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute the plan and draw a token for each item that asks for one."""
         rows = iter(self._forward.logits(plan))
-        return StepResult([_draw(item, next(rows)) if item.draw else None for item in plan.items])
+        drawn = [_draw(item, next(rows)) if item.draw else (None, None) for item in plan.items]
+        return StepResult([token_id for token_id, _ in drawn], [told for _, told in drawn])
 
 
-def _draw(item: PlanItem, logits: npt.NDArray[np.float32]) -> int:
+def _draw(item: PlanItem, logits: npt.NDArray[np.float32]) -> tuple[int, Logprobs | None]:
     assert item.draw is not None
     try:
         wanted = item.draw
         row = adjusted(logits, wanted.sampling, wanted.prompt_ids, wanted.output_ids)
-        return draw(row, wanted.sampling, len(wanted.output_ids))
+        token_id = draw(row, wanted.sampling, len(wanted.output_ids))
     except WorkerFault as fault:
         raise WorkerFault(f"Request {item.request_id}: {fault.message}") from fault
+    num_top = wanted.sampling.logprobs
+    return token_id, None if num_top is None else logprobs(logits, token_id, num_top)

@@ -40,6 +40,12 @@ class DetokenizerFactory:
         self._tokenizer = tokenizer
         self._table = ByteTable(tokenizer) if is_byte_level(tokenizer) else None
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for; a special token's are those of its name."""
+        found = self._table[token_id] if self._table is not None else b""
+        text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return found or text.encode("utf-8")
+
     def new(self) -> Detokenizer:
         if self._table is not None:
             return ByteLevelDetokenizer(self._table)

@@ -191,6 +191,9 @@ def test_unknown_model(server: Served) -> None:
         ("stream", 1),
         ("stream_options", {"include_usage": True}),
         ("ignore_eos", "no"),
+        ("logprobs", 21),
+        ("logprobs", -1),
+        ("logprobs", True),
         ("min_tokens", -1),
         ("min_tokens", 2**70),
         ("min_tokens", 1.5),
@@ -259,8 +262,6 @@ def test_messages(server: Served, messages: object, code: str) -> None:
     ("field", "value"),
     [
         ("n", 2),
-        ("logprobs", True),
-        ("top_logprobs", 3),
         ("response_format", {"type": "json_object"}),
         ("tools", [{"type": "function"}]),
         ("tool_choice", "auto"),

@@ -341,6 +341,64 @@ def test_penalties_change_answers_and_are_those_of_one_worker(split: Served, mix
     assert texts[0] != complete(mixed, **GREEDY | {"max_tokens": 60}).choices[0].text
 
 
+def test_logprobs_of_a_completion(server: Served) -> None:
+    answer = complete(server, logprobs=3, **GREEDY).choices[0]
+    told = answer.logprobs
+    assert told is not None
+    assert told.tokens is not None
+    assert told.token_logprobs is not None
+    assert told.top_logprobs is not None
+    assert told.text_offset is not None
+    assert len(told.tokens) == len(told.token_logprobs) == len(told.top_logprobs) == 24
+    assert "".join(told.tokens) == answer.text or "\ufffd" in answer.text
+    assert told.text_offset[0] == 0
+    assert all(x <= 0 for x in told.token_logprobs)
+    for drawn, value, top in zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True):
+        assert top[drawn] == value == max(top.values()), "greedy: the likeliest was drawn"
+    assert complete(server, logprobs=0, **GREEDY).choices[0].text == answer.text
+
+
+def test_logprobs_of_a_chat_and_its_stream(split: Served, mixed: Served) -> None:
+    """The first token's come from the prefill worker: the same as on one worker."""
+
+    def ask(server: Served, **settings: object) -> object:
+        return server.client.chat.completions.create(
+            model="tiny",
+            messages=HELLO,
+            max_tokens=12,
+            seed=3,
+            logprobs=True,
+            top_logprobs=2,
+            **settings,  # type: ignore
+        )
+
+    whole = [ask(server).choices[0].logprobs for server in (split, mixed)]  # type: ignore
+    assert whole[0] == whole[1]
+    assert len(whole[0].content) == 12
+    assert all(len(entry.top_logprobs) == 2 for entry in whole[0].content)
+    assert all(bytes(entry.bytes) for entry in whole[0].content)
+    streamed = []
+    for event in ask(split, stream=True):  # type: ignore[attr-defined]
+        for choice in event.choices:
+            streamed += choice.logprobs.content if choice.logprobs else []
+    assert [x.model_dump() for x in streamed] == [x.model_dump() for x in whole[0].content]
+
+
+def test_logprobs_are_of_the_raw_logits(server: Served) -> None:
+    """Neither the temperature nor a bias changes what is told of the first position."""
+    plain = complete(server, logprobs=5, temperature=0, max_tokens=1).choices[0].logprobs
+    biased = (
+        complete(server, logprobs=5, temperature=0, max_tokens=1, logit_bias={"400": 100})
+        .choices[0]
+        .logprobs
+    )
+    assert plain is not None
+    assert biased is not None
+    assert plain.top_logprobs is not None
+    assert biased.top_logprobs is not None
+    assert plain.top_logprobs[0].items() <= biased.top_logprobs[0].items()
+
+
 def test_an_answer_may_end_with_its_first_token(server: Served) -> None:
     assert complete(server, max_tokens=1).choices[0].finish_reason == "length"
     first = tokens_of(server)[0]
