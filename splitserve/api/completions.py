@@ -28,6 +28,7 @@ from splitserve.api.sse import DONE, ChatStream, CompletionStream, error_event
 from splitserve.errors import ModelNotFound, SlowClient, SplitserveError
 from splitserve.gateway.journey import Generation
 from splitserve.gateway.service import GatewayService
+from splitserve.sampling import Sampling
 from splitserve.text.detokenizer import DetokenizerFactory
 from splitserve.text.template import ChatTemplate
 from splitserve.text.tokenizer import Tokenizer
@@ -81,12 +82,10 @@ class Completions:
         check_token_ids(parsed.stop_token_ids, vocab_size, "stop_token_ids")
         check_token_ids([token_id for token_id, _ in parsed.logit_bias], vocab_size, "logit_bias")
         prompts = await self._prompts(parsed)
+        samplings = self._samplings(parsed, prompts)
         call = _Call(parsed, self._model.names[0], request_id)
-        generations = [
-            self._generation(parsed, ids, i, f"{request_id}-{i}") for i, ids in enumerate(prompts)
-        ]
         gone = asyncio.create_task(until_gone(receive))
-        work = asyncio.create_task(self._answer(call, generations, send))
+        work = asyncio.create_task(self._answer(call, prompts, samplings, send))
         try:
             await asyncio.wait([gone, work], return_when=asyncio.FIRST_COMPLETED)
             if work.done():
@@ -96,10 +95,19 @@ class Completions:
             work.cancel()
             await asyncio.gather(gone, work, return_exceptions=True)
 
-    async def _answer(self, call: _Call, generations: list[Generation], send: Send) -> None:
+    async def _answer(
+        self, call: _Call, prompts: list[list[int]], samplings: list[Sampling], send: Send
+    ) -> None:
         answers: list[Answer] = []
         try:
-            for generation in generations:
+            for choice, sampling in enumerate(samplings):
+                first = choice - choice % call.parsed.n
+                generation = Generation(
+                    f"{call.request_id}-{choice}",
+                    prompts[choice // call.parsed.n],
+                    sampling,
+                    leader=answers[first].journey if choice > first else None,
+                )
                 journey, task = await self._service.start(generation)
                 detokenizer = self._detokenizers.new()
                 writer = self._logprob_writer(call.parsed)
@@ -147,20 +155,22 @@ class Completions:
             return tokenizer.encode(text, add_special_tokens)
         return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
 
-    def _generation(
-        self, parsed: ParsedRequest, prompt_ids: list[int], choice: int, request_id: str
-    ) -> Generation:
+    def _samplings(self, parsed: ParsedRequest, prompts: list[list[int]]) -> list[Sampling]:
+        """Of each choice. One seed for the request: a draw is keyed by (seed, choice, index)."""
         model = self._model
-        sampling = resolve(
-            parsed,
-            model.generation_defaults,
-            model.eos_ids,
-            self._seed_source,
-            len(prompt_ids),
-            model.max_model_len,
-            choice,
-        )
-        return Generation(request_id, prompt_ids, sampling)
+        seed = self._seed_source()
+        return [
+            resolve(
+                parsed,
+                model.generation_defaults,
+                model.eos_ids,
+                lambda: seed,
+                len(prompts[choice // parsed.n]),
+                model.max_model_len,
+                choice,
+            )
+            for choice in range(len(prompts) * parsed.n)
+        ]
 
 
 class _Call:
@@ -180,16 +190,13 @@ class _Call:
 
         choices = await _all([collect(answer) for answer in answers])
         build = chat_completion if self.parsed.kind == "chat" else text_completion
-        body = build(self.request_id, self._created, self._model, choices, _usage(answers))
+        body = build(self.request_id, self._created, self._model, choices, self._usage(answers))
         await send_body(send, 200, body, headers=self.headers)
 
     async def stream(self, answers: list[Answer], writer: EventWriter) -> None:
         """Events as they come. An error after the first byte becomes an event."""
         try:
-            if self.parsed.kind == "chat":
-                await self._stream_chat(answers[0], writer)
-            else:
-                await self._stream_completion(answers, writer)
+            await self._stream(answers, writer)
         except SlowClient:
             raise ClientGone from None
         except SplitserveError as error:
@@ -198,34 +205,35 @@ class _Call:
             await writer.write(error_event(error))
         await writer.end()
 
-    async def _stream_chat(self, answer: Answer, writer: EventWriter) -> None:
-        events = ChatStream(self.request_id, self._created, self._model, self.parsed.include_usage)
-        opening = events.first()
-        async for text in answer.texts():
-            await writer.write(opening + events.delta(text, answer.take_logprobs()))
-            opening = b""
-        closing = opening + events.last(answer.finish_reason, answer.take_logprobs())
-        if self.parsed.include_usage:
-            closing += events.usage(_usage([answer]))
-        await writer.write(closing + DONE)
-
-    async def _stream_completion(self, answers: list[Answer], writer: EventWriter) -> None:
-        events = CompletionStream(
-            self.request_id, self._created, self._model, self.parsed.include_usage, len(answers)
-        )
+    async def _stream(self, answers: list[Answer], writer: EventWriter) -> None:
+        kind = ChatStream if self.parsed.kind == "chat" else CompletionStream
+        include_usage = self.parsed.include_usage
+        events = kind(self.request_id, self._created, self._model, include_usage, len(answers))
         turn = asyncio.Lock()
 
         async def follow(index: int, answer: Answer) -> None:
+            opening = events.first(index)
             async for text in answer.texts():
                 async with turn:
-                    await writer.write(events.delta(text, index, answer.take_logprobs()))
+                    delta = events.delta(text, index, answer.take_logprobs())
+                    await writer.write(opening + delta)
+                opening = b""
             async with turn:
                 last = events.last(answer.finish_reason, index, answer.take_logprobs())
-                await writer.write(last)
+                await writer.write(opening + last)
 
         await _all([follow(i, answer) for i, answer in enumerate(answers)])
-        usage = events.usage(_usage(answers)) if self.parsed.include_usage else b""
+        usage = events.usage(self._usage(answers)) if include_usage else b""
         await writer.write(usage + DONE)
+
+    def _usage(self, answers: list[Answer]) -> Usage:
+        """A prompt counts once, however many choices it has."""
+        firsts = [answer.journey for answer in answers[:: self.parsed.n]]
+        return Usage(
+            prompt_tokens=sum(len(journey.request.prompt_ids) for journey in firsts),
+            completion_tokens=sum(answer.num_tokens for answer in answers),
+            cached_tokens=sum(journey.timeline.cached_tokens or 0 for journey in firsts),
+        )
 
 
 async def _all(coroutines: list[Coroutine[object, object, T]]) -> list[T]:
@@ -237,11 +245,3 @@ async def _all(coroutines: list[Coroutine[object, object, T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _usage(answers: list[Answer]) -> Usage:
-    return Usage(
-        prompt_tokens=sum(len(answer.journey.request.prompt_ids) for answer in answers),
-        completion_tokens=sum(answer.num_tokens for answer in answers),
-        cached_tokens=sum(answer.journey.timeline.cached_tokens or 0 for answer in answers),
-    )

@@ -29,6 +29,7 @@ _COMMON = frozenset(
         "stop_token_ids",
         "ignore_eos",
         "min_tokens",
+        "n",
         "logit_bias",
         "presence_penalty",
         "frequency_penalty",
@@ -47,7 +48,6 @@ _EMPTY: tuple[object, ...] = ([], {})
 _FALSE: tuple[object, ...] = (False,)
 
 _NEUTRAL_COMMON: Mapping[str, tuple[object, ...]] = {
-    "n": (1,),
     "length_penalty": (1,),
     "prompt_logprobs": _NOTHING,
     "return_token_ids": _FALSE,

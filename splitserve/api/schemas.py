@@ -17,6 +17,7 @@ from splitserve.api.values import wrong
 from splitserve.errors import InvalidValue, MalformedJSON, UnsupportedField
 
 MAX_PROMPTS = 64
+MAX_CHOICES = 64  # prompts x n
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
@@ -35,6 +36,7 @@ class ParsedRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     messages: of a chat, each {"role", "content"[, "name"]}; empty for a completion.
     prompts: of a completion, each text or token ids; empty for a chat. One choice per prompt.
     seed: as an unsigned 64-bit integer.
+    n: choices per prompt; those of prompt i are numbered i n, ..., i n + n - 1.
     logprobs: tell the log-probability of each token and of so many of the likeliest; None: no.
     user, metadata: identification; they have no influence on the answer.
     """
@@ -60,6 +62,7 @@ class ParsedRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float | None = None
     logprobs: int | None = None
+    n: int = 1
     user: str | None = None
     metadata: dict[str, str] = {}
 
@@ -157,6 +160,7 @@ def _parsed(
         stop_token_ids=_stop_token_ids(body.get("stop_token_ids")),
         ignore_eos=values.boolean(body, "ignore_eos"),
         logprobs=logprobs,
+        n=_num_choices(body, len(prompts)),
         min_tokens=_min_tokens(body, max_tokens),
         logit_bias=_logit_bias(body.get("logit_bias")),
         presence_penalty=values.number(body, "presence_penalty", -2, 2) or 0.0,
@@ -203,6 +207,16 @@ def _include_usage(value: object, stream: bool) -> bool:
 def _top_k(body: dict[str, Any]) -> int | None:
     top_k = values.integer(body, "top_k", -1, 2**31 - 1)
     return 0 if top_k == -1 else top_k
+
+
+def _num_choices(body: dict[str, Any], num_prompts: int) -> int:
+    num = values.integer(body, "n", 1, MAX_CHOICES) or 1
+    if num * num_prompts > MAX_CHOICES:
+        raise InvalidValue(
+            f"{num_prompts} prompts with n = {num} make more than {MAX_CHOICES} choices.",
+            param="n",
+        )
+    return num
 
 
 def _chat_logprobs(body: dict[str, Any]) -> int | None:

@@ -6,6 +6,7 @@ stream builds it once and per token only encodes the text between two constant p
 
 from __future__ import annotations
 
+import abc
 from typing import Any
 
 import msgspec
@@ -31,65 +32,16 @@ def error_event(error: SplitserveError) -> bytes:
     return event(error.body())
 
 
-class ChatStream:
-    """The chunks of one /v1/chat/completions stream.
+class EventStream(abc.ABC):
+    """The chunks of one stream, with any number of choices.
 
-    In order: `first`, any number of `delta`, `last`, then `usage` if include_usage, then DONE.
-    """
-
-    __slots__ = ("_body", "_include_usage", "_prefix", "_suffix")
-
-    def __init__(self, request_id: str, created: int, model: str, include_usage: bool) -> None:
-        self._include_usage = include_usage
-        self._body = {
-            "id": request_id,
-            "object": "chat.completion.chunk",
-            "created": created,
-            "model": model,
-        }
-        self._prefix, self._suffix = _around(self._chunk({"content": _MARK}, None))
-
-    def first(self) -> bytes:
-        """The chunk that opens the message: the role, no text."""
-        return event(self._chunk({"role": "assistant", "content": ""}, None))
-
-    def delta(self, text: str, logprobs: dict[str, Any] | None = None) -> bytes:
-        if logprobs is not None:
-            return event(self._chunk({"content": text}, None, logprobs))
-        return self._prefix + _encode(text) + self._suffix
-
-    def last(self, finish_reason: FinishReason, logprobs: dict[str, Any] | None = None) -> bytes:
-        return event(self._chunk({}, finish_reason, logprobs))
-
-    def usage(self, usage: Usage) -> bytes:
-        return event({**self._body, "choices": [], "usage": usage.body()})
-
-    def _chunk(
-        self,
-        delta: dict[str, str],
-        finish_reason: FinishReason | None,
-        logprobs: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        choice = {
-            "index": 0,
-            "delta": delta,
-            "logprobs": logprobs,
-            "finish_reason": finish_reason,
-        }
-        body = {**self._body, "choices": [choice]}
-        if self._include_usage:
-            body["usage"] = None
-        return body
-
-
-class CompletionStream:
-    """The chunks of one /v1/completions stream, with one choice per prompt.
-
-    In order: for each choice any number of `delta`, then `last`, choices interleaved as they
-    come; then `usage` if include_usage, then DONE.
+    In order: `first` for each choice of a chat; for each choice any number of `delta`, then `last`,
+    choices interleaved as they come; then `usage` if include_usage, then DONE.
     """
 
     __slots__ = ("_around", "_body", "_include_usage")
+
+    object: str
 
     def __init__(
         self,
@@ -100,48 +52,68 @@ class CompletionStream:
         num_choices: int = 1,
     ) -> None:
         self._include_usage = include_usage
-        self._body = {
-            "id": request_id,
-            "object": "text_completion",
-            "created": created,
-            "model": model,
-        }
-        self._around = [_around(self._chunk(_MARK, i, None)) for i in range(num_choices)]
+        self._body = {"id": request_id, "object": self.object, "created": created, "model": model}
+        self._around = [_around(self._chunk(self._text(_MARK), i)) for i in range(num_choices)]
+
+    def first(self, index: int = 0) -> bytes:
+        """What opens a choice, before any text; may be empty."""
+        return b""
 
     def delta(self, text: str, index: int = 0, logprobs: dict[str, Any] | None = None) -> bytes:
         if logprobs is not None:
-            return event(self._chunk(text, index, None, logprobs))
+            return event(self._chunk(self._text(text), index, logprobs=logprobs))
         prefix, suffix = self._around[index]
         return prefix + _encode(text) + suffix
 
     def last(
-        self,
-        finish_reason: FinishReason,
-        index: int = 0,
-        logprobs: dict[str, Any] | None = None,
+        self, reason: FinishReason, index: int = 0, logprobs: dict[str, Any] | None = None
     ) -> bytes:
-        return event(self._chunk("", index, finish_reason, logprobs))
+        return event(self._chunk(self._text(None), index, reason, logprobs))
 
     def usage(self, usage: Usage) -> bytes:
         return event({**self._body, "choices": [], "usage": usage.body()})
 
+    @abc.abstractmethod
+    def _text(self, text: str | None) -> dict[str, Any]:
+        """The part of a choice that holds text; None in its last chunk."""
+
     def _chunk(
         self,
-        text: str,
+        text: dict[str, Any],
         index: int,
-        finish_reason: FinishReason | None,
+        reason: FinishReason | None = None,
         logprobs: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        choice = {
-            "index": index,
-            "text": text,
-            "logprobs": logprobs,
-            "finish_reason": finish_reason,
-        }
+        choice = {"index": index, **text, "logprobs": logprobs, "finish_reason": reason}
         body = {**self._body, "choices": [choice]}
         if self._include_usage:
             body["usage"] = None
         return body
+
+
+class ChatStream(EventStream):
+    """/v1/chat/completions: a choice opens with its role."""
+
+    __slots__ = ()
+
+    object = "chat.completion.chunk"
+
+    def first(self, index: int = 0) -> bytes:
+        return event(self._chunk({"delta": {"role": "assistant", "content": ""}}, index))
+
+    def _text(self, text: str | None) -> dict[str, Any]:
+        return {"delta": {} if text is None else {"content": text}}
+
+
+class CompletionStream(EventStream):
+    """/v1/completions."""
+
+    __slots__ = ()
+
+    object = "text_completion"
+
+    def _text(self, text: str | None) -> dict[str, Any]:
+        return {"text": text or ""}
 
 
 _MARK = "\x00"

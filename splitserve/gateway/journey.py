@@ -26,6 +26,7 @@ from splitserve.errors import (
 from splitserve.gateway.hub import WorkerHub
 from splitserve.gateway.legs import HeldOffer, LegLost, LegStream
 from splitserve.moments import Moment, Timeline
+from splitserve.router.candidates import Candidate
 from splitserve.router.pick import pick
 from splitserve.router.split import decide_split
 from splitserve.sampling import Logprobs, Sampling
@@ -38,12 +39,17 @@ TRANSFER_BYTES_PER_S = 1e9  # prior for the transfer's deadline
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What a journey has to produce: one choice of one prompt."""
+    """What a journey has to produce: one choice of one prompt.
+
+    leader: another choice of the same prompt. This one starts when the leader has its first token,
+    on the same worker, and so finds the prompt in the prefix cache.
+    """
 
     request_id: str
     prompt_ids: list[int]
     sampling: Sampling
     salt: str = ""
+    leader: Journey | None = None
 
 
 class Journey:
@@ -117,6 +123,8 @@ class Journey:
         self._changed.set()
 
     async def _run(self) -> None:
+        if self.request.leader is not None:
+            await self.request.leader.wait_beyond(0)
         while self.end_reason is None:
             try:
                 await self._attempt()
@@ -259,7 +267,7 @@ class Journey:
         while True:
             candidates = self._hub.candidates()
             heard = [x for x in candidates if x.worker_id not in self._silent]
-            picked = pick(leg, heard) or pick(leg, candidates)
+            picked = pick(leg, self._near(leg, heard)) or pick(leg, heard) or pick(leg, candidates)
             if picked is not None:
                 self.timeline.notes.append(picked.reason)
                 return picked.worker_id
@@ -268,6 +276,13 @@ class Journey:
                 await self._hub.wait_for_change(max(0.0, left_s))
             except TimeoutError:
                 raise NoWorker(f"No worker for the {leg.value} leg came up in time.") from None
+
+    def _near(self, leg: Leg, candidates: list[Candidate]) -> list[Candidate]:
+        """Workers that have the prompt because the leader was prefilled there."""
+        if self.request.leader is None or leg is Leg.DECODE:
+            return []
+        workers = self.request.leader.timeline.workers(Moment.FIRST_TOKEN)
+        return [candidate for candidate in candidates if candidate.worker_id in workers]
 
     async def _next(
         self, stream: LegStream, limit_s: float, phase: str | None

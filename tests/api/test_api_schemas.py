@@ -91,7 +91,7 @@ def test_neutral_values_pass_and_others_are_refused_by_name(kind: str) -> None:
 
 
 def test_json_true_is_not_one() -> None:
-    refused("chat", UnsupportedField, n=True)
+    refused("chat", InvalidValue, n=True)
     refused("completion", UnsupportedField, echo=0)
 
 

@@ -194,6 +194,9 @@ def test_unknown_model(server: Served) -> None:
         ("logprobs", 21),
         ("logprobs", -1),
         ("logprobs", True),
+        ("n", 0),
+        ("n", 65),
+        ("n", "2"),
         ("min_tokens", -1),
         ("min_tokens", 2**70),
         ("min_tokens", 1.5),
@@ -261,7 +264,6 @@ def test_messages(server: Served, messages: object, code: str) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", 2),
         ("response_format", {"type": "json_object"}),
         ("tools", [{"type": "function"}]),
         ("tool_choice", "auto"),
@@ -614,7 +616,7 @@ def test_many_bad_requests_at_once(server: Served) -> None:
     bad = [
         PLAIN | {"max_tokens": 0},
         PLAIN | {"prompt": [512]},
-        PLAIN | {"n": 3},
+        PLAIN | {"best_of": 3},
         PLAIN | {"prompt": [5] * 9000},
         b"{",
         PLAIN,

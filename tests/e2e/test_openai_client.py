@@ -308,6 +308,48 @@ def test_eos_ends_an_answer_unless_ignored(server: Served) -> None:
     assert ignored.choices[0].text.startswith(ends[seed].text)
 
 
+def test_n_choices_are_those_of_one_seed_and_share_the_prompt(server: Served) -> None:
+    prompt = "a prompt of its own for n choices, " * 6
+    settings = {"max_tokens": 10, "seed": 11, "temperature": 1.0}
+    answer = complete(server, prompt, n=4, **settings)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    texts = [choice.text for choice in answer.choices]
+    assert len(set(texts)) == 4, "each choice has its own draws"
+    assert texts[0] == complete(server, prompt, **settings).choices[0].text
+    assert answer.usage is not None
+    num_prompt = len(Tokenizer.load(server.lab.runtime.info.path).encode(prompt))
+    assert answer.usage.prompt_tokens == num_prompt
+    for choice in (1, 2, 3):
+        timeline = server.lab.service.recent[f"{answer.id}-{choice}"]
+        assert timeline.cached_tokens is not None
+        assert timeline.cached_tokens >= num_prompt - 16
+    again = complete(server, [prompt, PROMPT], n=4, **settings)
+    assert [choice.text for choice in again.choices[:4]] == texts
+    assert len(again.choices) == 8
+
+
+def test_n_choices_of_a_chat_in_one_stream(split: Served, mixed: Served) -> None:
+    def ask(server: Served, **settings: object) -> object:
+        return server.client.chat.completions.create(
+            model="tiny",
+            messages=HELLO,
+            max_tokens=12,
+            n=3,
+            seed=5,
+            **settings,  # type: ignore
+        )
+
+    whole = [choice.message.content for choice in ask(mixed).choices]  # type: ignore
+    texts, roles, reasons = ["", "", ""], [0, 0, 0], [0, 0, 0]
+    for event in ask(split, stream=True):  # type: ignore[attr-defined]
+        for choice in event.choices:
+            texts[choice.index] += choice.delta.content or ""
+            roles[choice.index] += choice.delta.role == "assistant"
+            reasons[choice.index] += choice.finish_reason is not None
+    assert texts == whole
+    assert roles == reasons == [1, 1, 1]
+
+
 def test_min_tokens_keeps_an_answer_from_ending(server: Served) -> None:
     """Neither a stop id nor a stop string ends it before."""
     first = tokens_of(server)[0]
