@@ -80,7 +80,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     exact: bool = False
     chunked_prefill: bool = True
     prefix_cache: bool = True
-    kv_memory_bytes: int = 1 << 30  # per worker
+    kv_memory_bytes: int | None = 1 << 30  # per worker; None: a share of what is free
     block_size: int = 16
     max_batched_tokens: int = 256
     max_sequences: int = 64
@@ -122,8 +122,10 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [(f"{role.value}-{i}", role) for role, num in counts for i in range(num)]
 
 
-def parse_bytes(text: str) -> int:
-    """`512M`, `2G`, `1073741824`: a size in bytes, suffixes in powers of 1024."""
+def parse_bytes(text: str) -> int | None:
+    """`512M`, `2G`, `1073741824`: a size in bytes, suffixes in powers of 1024; `auto` is None."""
+    if text.strip().lower() == "auto":
+        return None
     factors = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
     stripped = text.strip().upper().removesuffix("IB").removesuffix("B")
     factor = factors.get(stripped[-1:], 1)
@@ -133,5 +135,5 @@ def parse_bytes(text: str) -> int:
     except (ValueError, OverflowError):
         num = 0
     if num <= 0:
-        raise ConfigError(f"{text!r} is not a size.", advice="Examples: 512M, 2G.")
+        raise ConfigError(f"{text!r} is not a size.", advice="Examples: 512M, 2G, auto.")
     return num

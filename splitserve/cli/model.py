@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Annotated
 
 import typer
@@ -26,7 +28,7 @@ def pull(
         ),
     ] = None,
 ) -> None:
-    """Fetch a model unless it is here, and print its directory and size."""
+    """Fetch a model unless it is here, compile the kernels, print its directory and size."""
     try:
         model = resolve_model(name, lambda line: typer.echo(line, err=True))
     except SplitserveError as error:
@@ -35,6 +37,7 @@ def pull(
     except KeyboardInterrupt:
         typer.echo("error: interrupted; nothing half-fetched was kept.", err=True)
         raise typer.Exit(1) from None
+    _compile_kernels()
     typer.echo(_line(model))
 
 
@@ -49,6 +52,13 @@ def list_models() -> None:
         typer.echo(_line(model))
     if not cached:
         typer.echo(f"Nothing is fetched yet; models are kept in {cache_dir()}.")
+
+
+def _compile_kernels() -> None:
+    """Fill the cache of compiled kernels, which the first start would do otherwise. In a process of
+    its own: this one stays free of numba."""
+    code = "import splitserve.model.gemm, splitserve.model.kernels"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def _line(model: ResolvedModel) -> str:

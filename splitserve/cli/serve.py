@@ -39,7 +39,9 @@ def serve(
         bool, typer.Option(help="Cut prompts to fit beside decodes; else prompts go first, whole.")
     ] = True,
     prefix_cache: Annotated[bool, typer.Option(help="Reuse KV of equal prefixes.")] = True,
-    kv_memory: Annotated[str, typer.Option(help="KV pool of each worker.")] = "1G",
+    kv_memory: Annotated[
+        str, typer.Option(help="KV pool of each worker, a size or auto: a share of what is free.")
+    ] = "auto",
     max_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens per step.")] = 256,
     max_sequences: Annotated[int, typer.Option(min=1, help="Sequences per step.")] = 64,
     max_inflight: Annotated[int, typer.Option(min=1, help="Answers computed at once.")] = 256,

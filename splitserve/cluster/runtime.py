@@ -34,9 +34,15 @@ from splitserve.model.info import ModelInfo, describe
 from splitserve.model.simulated import simulated_format
 from splitserve.text.template import ChatTemplate
 from splitserve.text.tokenizer import Tokenizer, read_json
+from splitserve.transport.segment import available_memory_bytes
 from splitserve.worker.spec import ModelSpec, WorkerSpec
 
 log = logging.getLogger(__name__)
+
+# --kv-memory auto: a quarter of what is free for all pools together, and not more than this for
+# each, since a pool is filled with pages when its worker starts.
+AUTO_SHARE = 4
+AUTO_LIMIT_BYTES = 2 << 30
 
 
 class Runtime:
@@ -137,10 +143,12 @@ class Runtime:
         lines = []
         for spec in self._worker_specs():
             cores = ",".join(map(str, spec.cores))
+            num_tokens = self.num_blocks * self.config.block_size
             lines.append(
                 f"{spec.worker_id}: cores {cores}, {spec.num_threads} thread(s), "
-                f"KV pool {self.num_blocks * self.config.block_size} tokens "
-                f"({self.num_blocks * self.kv_format.block_bytes / 2**20:.0f} MiB)"
+                f"KV pool {num_tokens} tokens "
+                f"({self.num_blocks * self.kv_format.block_bytes / 2**20:.0f} MiB): "
+                f"{min(self.config.max_sequences, num_tokens // 1024)} sequences of 1,024 tokens"
             )
         return lines
 
@@ -153,7 +161,11 @@ class Runtime:
 
     def _num_blocks(self) -> int:
         """Blocks per worker: what the memory holds, but no more than all sequences could fill."""
-        fitting = self.config.kv_memory_bytes // self.kv_format.block_bytes
+        memory = self.config.kv_memory_bytes
+        if memory is None:
+            share = available_memory_bytes() // (AUTO_SHARE * len(self.config.roles))
+            memory = min(AUTO_LIMIT_BYTES, share)
+        fitting = memory // self.kv_format.block_bytes
         usable = -(-self.info.max_model_len // self.config.block_size) * self.config.max_sequences
         num_blocks = min(fitting, usable)
         if num_blocks < 2:
