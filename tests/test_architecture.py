@@ -25,7 +25,7 @@ LAYERS = [
         "engine router",
         "model gateway",
         "worker api",
-        "cluster",
+        "cluster offline",
         "cli",
     )
 ]

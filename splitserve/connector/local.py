@@ -1,0 +1,53 @@
+"""Connector `local`: nothing moves. For an engine that has no peers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from splitserve.connector.base import (
+    Connector,
+    FetchDone,
+    FetchJob,
+    HandoffState,
+    SchedulerSide,
+    SealDone,
+    WorkerSide,
+)
+from splitserve.errors import TransferFailed
+from splitserve.kv.lease import Lease
+from splitserve.wire import Offer
+
+
+class _NoScheduler(SchedulerSide):
+    def make_offer(self, lease: Lease, state: HandoffState, digests: list[bytes]) -> Offer:
+        raise AssertionError("an engine without peers has nobody to offer KV to")
+
+    def check_offer(self, offer: Offer, keys: Sequence[bytes], num_tokens: int) -> None:
+        raise TransferFailed("This engine has no peers.")
+
+
+class _NoWorker(WorkerSide):
+    def start_seal(self, lease: Lease) -> None:
+        raise AssertionError("an engine without peers runs no prefill legs")
+
+    def start_fetch(self, job: FetchJob) -> None:
+        raise AssertionError("an offer was admitted that `check_offer` refuses")
+
+    def cancel_fetch(self, request_id: str) -> None:
+        pass
+
+    def meet(self, worker_id: str, epoch: str, address: str) -> None:
+        pass
+
+    def end_lease(self, offer: Offer) -> None:
+        pass
+
+    def poll(self) -> list[SealDone | FetchDone]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+def make_local() -> Connector:
+    return Connector("local", _NoScheduler(), _NoWorker())

@@ -1,0 +1,84 @@
+"""The engine in this process: the same answers as transformers, batched, stopped, seeded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from splitserve.errors import ContextLengthExceeded, InvalidValue
+from splitserve.model.tiny import make_tiny
+from splitserve.offline import LLM, Settings
+from splitserve.text.tokenizer import Tokenizer
+
+GREEDY = Settings(max_tokens=20, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: Path) -> Iterator[LLM]:
+    llm = LLM(str(tiny), exact=True, kv_memory_bytes=1 << 22, num_threads=1)
+    yield llm
+    llm._engine.check()
+    assert llm._engine.is_idle
+    llm.close()
+
+
+def test_greedy_is_that_of_transformers(llm: LLM, tiny: Path) -> None:
+    prompts = ["hello world", "another prompt that is longer", "x"]
+    model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    for prompt, answer in zip(prompts, llm.generate(prompts, GREEDY), strict=True):
+        ids = torch.tensor([Tokenizer.load(tiny).encode(prompt)])
+        expected = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=20,
+            do_sample=False,
+            eos_token_id=None,
+        )
+        assert answer.prompt_ids == ids[0].tolist()
+        assert answer.token_ids == expected[0, ids.shape[1] :].tolist()
+        assert answer.finish_reason == "length"
+
+
+def test_a_batch_gives_what_each_alone_gives(llm: LLM) -> None:
+    settings = Settings(max_tokens=12, seed=7, temperature=1.0, top_k=50)
+    prompts = [f"prompt number {i} " * (i + 1) for i in range(12)]
+    together = llm.generate(prompts, settings)
+    assert [x.text for x in together] == [llm.generate([p], settings)[0].text for p in prompts]
+    assert llm.generate(prompts[-1:], settings)[0].cached_tokens > 0
+
+
+def test_stops_and_logprobs(llm: LLM) -> None:
+    plain = llm.generate(["hello"], GREEDY)[0]
+    stop = plain.text[4:6]
+    settings = Settings(max_tokens=20, temperature=0, ignore_eos=True, stop=(stop,), logprobs=2)
+    answer = llm.generate(["hello"], settings)[0]
+    assert answer.finish_reason == "stop"
+    assert answer.text == plain.text[: plain.text.index(stop)]
+    assert len(answer.logprobs) == len(answer.token_ids) < 20
+    by_id = Settings(max_tokens=20, temperature=0, stop_token_ids=(plain.token_ids[0],))
+    assert llm.generate(["hello"], by_id)[0].text == ""
+
+
+def test_chats(llm: LLM) -> None:
+    question = llm.chat(["hi"], GREEDY)[0]
+    messages = llm.chat([[{"role": "user", "content": "hi"}]], GREEDY)[0]
+    assert question == messages or question.token_ids == messages.token_ids
+
+
+def test_bad_prompts_are_told_before_anything_is_computed(llm: LLM) -> None:
+    for prompt in ([], [10**6], [-1]):
+        with pytest.raises(InvalidValue):
+            llm.generate(["fine", prompt], GREEDY)
+    with pytest.raises(ContextLengthExceeded, match="fit"):
+        llm.generate([[5] * llm.max_model_len], GREEDY)
+    with pytest.raises(InvalidValue):
+        llm.generate(["x"], Settings(max_tokens=0))
