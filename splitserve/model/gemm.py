@@ -16,15 +16,10 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir  # type: ignore[import-untyped]
-from numba.core import cgutils, types
-from numba.extending import intrinsic
 
-from splitserve.model.simd import fma_vectors, kernel, splat_vector, vector_type
+from splitserve.model.simd import kernel
+from splitserve.model.tiles import PANEL, make_tile
 
-PANEL = 16
-_LANES = 8
-_VECTORS = PANEL // _LANES
 _ROWS = 6
 _MIN_WORK_FOR_THREADS = 8_000_000  # multiply-adds; below, waking threads costs more than they do
 
@@ -46,62 +41,24 @@ def unpack_rows(packed: Floats, rows: npt.NDArray[np.int64]) -> Floats:
     return np.ascontiguousarray(picked)
 
 
-def _tile(rows: int):
-    """The intrinsic that computes `rows` x 16 outputs: x and out by offset and row stride."""
+def quantize(weight: Floats) -> tuple[npt.NDArray[np.int8], Floats]:
+    """W [N, K] as int8 panels and one scale per output, [16 x number of panels]: W = scale x int8.
 
-    @intrinsic
-    def tile(typingctx, x, x_at, x_step, packed, packed_at, num_in, out, out_at, out_step):
-        def codegen(context, builder, signature, args):
-            kinds = signature.args
-
-            def pointer(array, offset):
-                data = context.make_array(kinds[array])(context, builder, args[array]).data
-                return builder.gep(data, [args[offset]])
-
-            def vector_at(base, offset):
-                return builder.bitcast(builder.gep(base, [offset]), vector_type().as_pointer())
-
-            def index(value):
-                return ir.Constant(ir.IntType(64), value)
-
-            x_base, packed_base, out_base = pointer(0, 1), pointer(3, 4), pointer(6, 7)
-            zero = ir.Constant(vector_type(), [0.0] * _LANES)
-            x_rows = [
-                builder.gep(x_base, [builder.mul(args[2], index(row))]) for row in range(rows)
-            ]
-            sums = [
-                [cgutils.alloca_once(builder, vector_type()) for _ in range(_VECTORS)]
-                for _ in range(rows)
-            ]
-            for row in sums:
-                for slot in row:
-                    builder.store(zero, slot)
-            with cgutils.for_range(builder, args[5]) as loop:
-                base = builder.mul(loop.index, index(PANEL))
-                weights = [
-                    builder.load(
-                        vector_at(packed_base, builder.add(base, index(v * _LANES))), align=4
-                    )
-                    for v in range(_VECTORS)
-                ]
-                for x_row, row in zip(x_rows, sums, strict=True):
-                    one = splat_vector(builder, builder.load(builder.gep(x_row, [loop.index])))
-                    for weight, slot in zip(weights, row, strict=True):
-                        builder.store(fma_vectors(builder, one, weight, builder.load(slot)), slot)
-            for i, row in enumerate(sums):
-                start = builder.mul(args[8], index(i))
-                for v, slot in enumerate(row):
-                    target = vector_at(out_base, builder.add(start, index(v * _LANES)))
-                    builder.store(builder.load(slot), target, align=4)
-            return context.get_dummy_value()
-
-        i = types.intp
-        return types.void(x, i, i, packed, i, i, out, i, i), codegen
-
-    return tile
+    Symmetric, per output channel, to the nearest of 255 levels: weight-only quantization as in
+    LLM.int8()'s row-wise form (Dettmers et al. 2022), without its outliers.
+    """
+    panels = pack(weight)
+    scales = np.abs(panels).max(axis=1) / np.float32(127)
+    scales[scales == 0] = 1
+    levels = np.rint(panels / scales[:, None, :]).astype(np.int8)
+    return levels, np.ascontiguousarray(scales.reshape(-1))
 
 
-_tile1, _tile2, _tile3, _tile4, _tile5, _tile6 = (_tile(rows) for rows in range(1, _ROWS + 1))
+_tile1, _tile2, _tile3, _tile4, _tile5, _tile6 = (make_tile(rows) for rows in range(1, _ROWS + 1))
+_tile1x4, _tile2x2 = make_tile(1, 4), make_tile(2, 2)
+_int1x4, _int2x2, _int1, _int2, _int4 = (
+    make_tile(rows, panels, int8=True) for rows, panels in ((1, 4), (2, 2), (1, 1), (2, 1), (4, 1))
+)
 
 
 @kernel("void(float32[::1], float32[::1], float32[::1], int64, int64, int64, int64, int64)")
@@ -117,9 +74,19 @@ def multiply_panels(
 ) -> None:
     """Columns of the panels [first, last) of out [num_rows, num_out]; all arrays flat."""
     edge = np.empty(_ROWS * PANEL, np.float32)
-    for panel in range(first, last):
+    panel = first
+    while panel < last:
         column = panel * PANEL
         weights = panel * num_in * PANEL
+        if num_rows == 1 and panel + 4 <= last and column + 4 * PANEL <= num_out:
+            _tile1x4(x, 0, num_in, packed, weights, num_in, out, column, num_out)
+            panel += 4
+            continue
+        if num_rows == 2 and panel + 2 <= last and column + 2 * PANEL <= num_out:
+            _tile2x2(x, 0, num_in, packed, weights, num_in, out, column, num_out)
+            panel += 2
+            continue
+        panel += 1
         whole = column + PANEL <= num_out
         row = 0
         while row < num_rows:
@@ -143,6 +110,62 @@ def multiply_panels(
                     for j in range(num_out - column):
                         out[(row + i) * num_out + column + j] = edge[i * PANEL + j]
             row += count
+
+
+@kernel(
+    "void(float32[::1], int8[::1], float32[::1], float32[::1], int64, int64, int64, int64, int64)"
+)
+def multiply_int8_panels(
+    x: Floats,
+    levels: npt.NDArray[np.int8],
+    scales: Floats,
+    out: Floats,
+    num_rows: int,
+    num_in: int,
+    num_out: int,
+    first: int,
+    last: int,
+) -> None:
+    """The same with int8 weights; each output is scaled once, after its sum."""
+    tile = np.empty(4 * PANEL, np.float32)
+    panel = first
+    while panel < last:
+        column = panel * PANEL
+        weights = panel * num_in * PANEL
+        wide = 4 if num_rows == 1 else 2 if num_rows == 2 else 1
+        if panel + wide > last:
+            wide = 1
+        width = min(wide * PANEL, num_out - column)
+        row = 0
+        while row < num_rows:
+            left = num_rows - row
+            count = 4 if left >= 4 else 2 if left >= 2 else 1
+            at = row * num_in
+            if wide == 4:
+                _int1x4(x, at, num_in, levels, weights, num_in, tile, 0, 4 * PANEL)
+            elif wide == 2:
+                _int2x2(x, at, num_in, levels, weights, num_in, tile, 0, 2 * PANEL)
+            elif count == 4:
+                _int4(x, at, num_in, levels, weights, num_in, tile, 0, PANEL)
+            elif count == 2:
+                _int2(x, at, num_in, levels, weights, num_in, tile, 0, PANEL)
+            else:
+                _int1(x, at, num_in, levels, weights, num_in, tile, 0, PANEL)
+            for i in range(count):
+                for j in range(width):
+                    value = tile[i * wide * PANEL + j] * scales[column + j]
+                    out[(row + i) * num_out + column + j] = value
+            row += count
+        panel += wide
+
+
+def matmul_int8(x: Floats, levels: npt.NDArray[np.int8], scales: Floats, num_out: int) -> Floats:
+    """x [M, K] times quantized W [N, K], transposed: [M, N]."""
+    num_rows, num_in = x.shape
+    out = np.empty((num_rows, num_out), np.float32)
+    shape = (num_rows, num_in, num_out, 0, len(levels))
+    multiply_int8_panels(x.reshape(-1), levels.reshape(-1), scales, out.reshape(-1), *shape)
+    return out
 
 
 def matmul(

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from numba import prange
 
-from splitserve.model.gemm import PANEL, Floats, multiply_panels
+from splitserve.model.gemm import Floats, multiply_panels
 from splitserve.model.simd import parallel_kernel
+from splitserve.model.tiles import PANEL
 
 
 @parallel_kernel("void(float32[::1], float32[::1], float32[::1], int64, int64, int64, int64)")

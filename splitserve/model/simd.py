@@ -38,7 +38,7 @@ def cache_directory() -> Path:
     """Where compiled kernels are kept: $XDG_CACHE_HOME/splitserve/numba/<digest of the sources>."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     digest = hashlib.blake2b(digest_size=6)
-    for name in ("simd.py", "kernels.py", "gemm.py", "gemm_parallel.py"):
+    for name in ("simd.py", "kernels.py", "tiles.py", "gemm.py", "gemm_parallel.py"):
         digest.update(Path(__file__).with_name(name).read_bytes())
     return Path(root) / "splitserve" / "numba" / digest.hexdigest()
 
