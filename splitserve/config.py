@@ -80,6 +80,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     exact: bool = False
     chunked_prefill: bool = True
     prefix_cache: bool = True
+    decode_weights: str = "float32"  # or int8, for decode workers only
     kv_memory_bytes: int | None = 1 << 30  # per worker; None: a share of what is free
     block_size: int = 16
     max_batched_tokens: int = 256
@@ -103,6 +104,15 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 "Prefill workers need decode workers and the other way round.",
                 advice="Give both --prefill and --decode, or --mixed.",
             )
+        if self.decode_weights not in ("float32", "int8"):
+            raise ConfigError(f"Decode weights are float32 or int8, not {self.decode_weights!r}.")
+        if self.decode_weights == "int8" and self.exact:
+            raise ConfigError(
+                "Exact mode and int8 weights exclude each other.",
+                advice="Decode workers would compute other numbers than prefill workers.",
+            )
+        if self.decode_weights == "int8" and not self.num_decode:
+            raise ConfigError("int8 weights are for decode workers; there are none.")
         if self.digests not in ("full", "lease"):
             raise ConfigError(f"digests is `full` or `lease`, not {self.digests!r}.")
         Faults(self.faults)  # an error now, rather than in each worker

@@ -39,6 +39,9 @@ def serve(
         bool, typer.Option(help="Cut prompts to fit beside decodes; else prompts go first, whole.")
     ] = True,
     prefix_cache: Annotated[bool, typer.Option(help="Reuse KV of equal prefixes.")] = True,
+    decode_weights: Annotated[
+        str, typer.Option(help="float32, or int8: decode workers read a quarter; not exact.")
+    ] = "float32",
     kv_memory: Annotated[
         str, typer.Option(help="KV pool of each worker, a size or auto: a share of what is free.")
     ] = "auto",
@@ -69,6 +72,7 @@ def serve(
             exact=exact,
             chunked_prefill=chunked_prefill,
             prefix_cache=prefix_cache,
+            decode_weights=decode_weights,
             kv_memory_bytes=parse_bytes(kv_memory),
             max_batched_tokens=max_batched_tokens,
             max_sequences=max_sequences,

@@ -35,6 +35,7 @@ from splitserve.model.simulated import simulated_format
 from splitserve.text.template import ChatTemplate
 from splitserve.text.tokenizer import Tokenizer, read_json
 from splitserve.transport.segment import available_memory_bytes
+from splitserve.wire import Role
 from splitserve.worker.spec import ModelSpec, WorkerSpec
 
 log = logging.getLogger(__name__)
@@ -93,6 +94,7 @@ class Runtime:
                 self.config.runner,
                 self.config.simulated_step_s,
                 self.config.simulated_token_s,
+                quantize=self.config.decode_weights == "int8",
             ),
             self._worker_specs(),
             self.hub,
@@ -145,7 +147,7 @@ class Runtime:
             cores = ",".join(map(str, spec.cores))
             num_tokens = self.num_blocks * self.config.block_size
             lines.append(
-                f"{spec.worker_id}: cores {cores}, {spec.num_threads} thread(s), "
+                f"{spec.worker_id}: cores {cores}, {spec.num_threads} thread(s), {spec.weights}, "
                 f"KV pool {num_tokens} tokens "
                 f"({self.num_blocks * self.kv_format.block_bytes / 2**20:.0f} MiB): "
                 f"{min(self.config.max_sequences, num_tokens // 1024)} sequences of 1,024 tokens"
@@ -196,6 +198,7 @@ class Runtime:
                 lease_term_s=config.lease_term_s,
                 digests=config.digests,
                 faults=config.faults,
+                weights=config.decode_weights if role is Role.DECODE else "float32",
             )
             for (worker_id, role), share in zip(config.roles, shares, strict=True)
         ]

@@ -41,13 +41,13 @@ def unpack_rows(packed: Floats, rows: npt.NDArray[np.int64]) -> Floats:
     return np.ascontiguousarray(picked)
 
 
-def quantize(weight: Floats) -> tuple[npt.NDArray[np.int8], Floats]:
-    """W [N, K] as int8 panels and one scale per output, [16 x number of panels]: W = scale x int8.
+def quantize_panels(panels: Floats) -> tuple[npt.NDArray[np.int8], Floats]:
+    """Panels of W as int8 levels and one scale per output, [16 x number of panels]: W = scale x
+    level.
 
-    Symmetric, per output channel, to the nearest of 255 levels: weight-only quantization as in
-    LLM.int8()'s row-wise form (Dettmers et al. 2022), without its outliers.
+    Symmetric, per output channel, to the nearest of 255 levels: weight-only quantization, the
+    row-wise form of LLM.int8() (Dettmers et al. 2022) without its outliers.
     """
-    panels = pack(weight)
     scales = np.abs(panels).max(axis=1) / np.float32(127)
     scales[scales == 0] = 1
     levels = np.rint(panels / scales[:, None, :]).astype(np.int8)

@@ -10,14 +10,31 @@ import torch
 
 from splitserve.model import gemm
 
+INT8_MAX_ROWS = 16
+"""Above, a step is bound by arithmetic, not by reading weights: float32 is as fast, and better."""
 
-class Threads:
-    """How many threads the packed layers of one process use: one, until told otherwise."""
+
+class Packing:
+    """How the packed layers of one process compute: on one thread in float32, until told otherwise.
+
+    int8: steps of few rows read int8 weights, where `quantize` has made them.
+    """
 
     def __init__(self) -> None:
         self.multiply: Callable[..., None] | None = None
+        self.int8 = False
+        self.layers: list[PackedLinear] = []
 
-    def use(self, num: int) -> None:
+    def quantize(self) -> None:
+        """Make int8 weights beside the others; before the fork, so that workers share them."""
+        made: dict[int, tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]] = {}
+        for layer in self.layers:
+            key = id(layer.panels)
+            if key not in made:
+                made[key] = gemm.quantize_panels(layer.panels)
+            layer.levels, layer.scales = made[key]
+
+    def use_threads(self, num: int) -> None:
         """Call after the fork, never before it."""
         self.multiply = None
         if num > 1:
@@ -37,19 +54,26 @@ class PackedLinear(torch.nn.Module):
         panels: npt.NDArray[np.float32],
         out_features: int,
         bias: torch.Tensor | None,
-        threads: Threads,
+        packing: Packing,
     ) -> None:
         super().__init__()
         self.panels = panels
         self.in_features = int(panels.shape[1])
         self.out_features = out_features
         self.bias = bias
-        self._threads = threads
+        self.levels: npt.NDArray[np.int8] | None = None
+        self.scales: npt.NDArray[np.float32] | None = None
+        self._packing = packing
+        packing.layers.append(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., in_features] to [..., out_features]."""
         rows = x.reshape(-1, self.in_features).contiguous().numpy()
-        out = gemm.matmul(rows, self.panels, self.out_features, self._threads.multiply)
+        if self._packing.int8 and self.levels is not None and len(rows) <= INT8_MAX_ROWS:
+            assert self.scales is not None
+            out = gemm.matmul_int8(rows, self.levels, self.scales, self.out_features)
+        else:
+            out = gemm.matmul(rows, self.panels, self.out_features, self._packing.multiply)
         result = torch.from_numpy(out).view(*x.shape[:-1], self.out_features)
         return result if self.bias is None else result.add_(self.bias)
 
@@ -70,12 +94,12 @@ class PackedEmbedding(torch.nn.Module):
         return torch.from_numpy(rows).view(*ids.shape, -1)
 
 
-def pack_linears(module: torch.nn.Module) -> Threads:
+def pack_linears(module: torch.nn.Module) -> Packing:
     """Replace every plain float32 Linear of the model, freeing its weights as it goes.
 
     An embedding tied to an output layer shares its panels. Layers of other types stay.
     """
-    threads = Threads()
+    packing = Packing()
     packed: dict[int, npt.NDArray[np.float32]] = {}
     embeddings = [
         (parent, name, child)
@@ -92,9 +116,9 @@ def pack_linears(module: torch.nn.Module) -> Threads:
                 panels = gemm.pack(child.weight.detach().numpy())
                 packed[child.weight.data_ptr()] = panels
             bias = None if child.bias is None else child.bias.detach()
-            setattr(parent, name, PackedLinear(panels, child.out_features, bias, threads))
+            setattr(parent, name, PackedLinear(panels, child.out_features, bias, packing))
     for parent, name, child in embeddings:
         panels = packed.get(child.weight.data_ptr())
         if panels is not None:
             setattr(parent, name, PackedEmbedding(panels))
-    return threads
+    return packing

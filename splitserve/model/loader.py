@@ -18,7 +18,7 @@ from splitserve.model import attention
 from splitserve.model.forward import Forward
 from splitserve.model.info import ModelInfo, describe
 from splitserve.model.kernels import GRANULE
-from splitserve.model.linear import Threads, pack_linears
+from splitserve.model.linear import Packing, pack_linears
 from splitserve.sampling import Sampling
 
 
@@ -28,7 +28,7 @@ class LoadedModel:
 
     module: torch.nn.Module
     info: ModelInfo
-    threads: Threads  # of the module's packed layers
+    packing: Packing  # of the module's linear layers
 
     @property
     def identity(self) -> ModelIdentity:

@@ -35,7 +35,7 @@ class TorchRunner:
         num_threads: int = 1,
     ) -> None:
         torch.set_num_threads(num_threads)
-        loaded.threads.use(num_threads)
+        loaded.packing.use_threads(num_threads)
         self.exact = exact
         self._forward = Forward(
             loaded,

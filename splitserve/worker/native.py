@@ -21,6 +21,8 @@ class NativeModel:
     def __init__(self, spec: ModelSpec) -> None:
         torch.set_num_threads(1)  # an OpenMP pool made before the fork would hang in the child
         self._loaded = loader.load(Path(spec.path))
+        if spec.quantize:
+            self._loaded.packing.quantize()
 
     @property
     def identity(self) -> ModelIdentity:
@@ -41,6 +43,7 @@ class NativeModel:
         runner = TorchRunner(
             self._loaded, segment.blocks, spec.block_size, spec.exact, spec.num_threads
         )
+        self._loaded.packing.int8 = spec.weights == "int8"
         _warm_up(runner, spec.block_size)
         return runner, runner.min_rows if spec.exact else None
 

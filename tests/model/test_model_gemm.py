@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitserve.model import gemm
-from splitserve.model.linear import PackedEmbedding, PackedLinear, Threads, pack_linears
+from splitserve.model.linear import PackedEmbedding, PackedLinear, Packing, pack_linears
 
 SHAPES = st.tuples(st.integers(1, 70), st.integers(1, 90))
 
@@ -54,11 +54,11 @@ def test_each_output_is_one_chain_of_fused_multiply_adds() -> None:
 
 def test_threads_change_no_bit() -> None:
     packed, x = gemm.pack(random((1003, 512))), random((17, 512), 1)
-    threads = Threads()
-    threads.use(2)
-    assert threads.multiply is not None
+    packing = Packing()
+    packing.use_threads(2)
+    assert packing.multiply is not None
     assert np.array_equal(
-        gemm.matmul(x, packed, 1003, threads.multiply), gemm.matmul(x, packed, 1003)
+        gemm.matmul(x, packed, 1003, packing.multiply), gemm.matmul(x, packed, 1003)
     )
 
 
@@ -99,3 +99,34 @@ def test_a_model_gives_the_same_with_packed_layers(shape: tuple[int, int]) -> No
     assert isinstance(model.embed, PackedEmbedding)
     assert model.head.panels is model.embed.panels, "tied weights are kept once"
     assert not list(model.parameters()) or all(p.numel() < 100 for p in model.parameters())
+
+
+@given(SHAPES, st.integers(1, 20))
+@settings(max_examples=60, deadline=None)
+def test_int8_weights_are_the_nearest_levels(shape: tuple[int, int], num_rows: int) -> None:
+    weight, x = random(shape), random((num_rows, shape[1]), 1)
+    levels, scales = gemm.quantize_panels(gemm.pack(weight))
+    restored = gemm.unpack_rows(levels, np.arange(shape[0])) * scales[: shape[0], None]
+    step = np.abs(weight).max(axis=1, keepdims=True) / 127
+    assert (np.abs(restored - weight) <= step * 0.5001).all()
+    out = gemm.matmul_int8(x, levels, scales, shape[0])
+    assert np.allclose(out, x @ restored.T, atol=1e-3 * shape[1] ** 0.5)
+    for row in range(num_rows):
+        assert np.array_equal(
+            gemm.matmul_int8(x[row : row + 1], levels, scales, shape[0])[0], out[row]
+        )
+
+
+def test_int8_is_for_few_rows_of_those_that_ask() -> None:
+    torch.manual_seed(0)
+    model = Tied()
+    packing = pack_linears(model)
+    few, many = torch.randint(0, 40, (1, 3)), torch.randint(0, 40, (1, 30))
+    with torch.inference_mode():
+        plain = model(few), model(many)
+        packing.quantize()
+        assert torch.equal(model(few), plain[0]), "made, but not asked for"
+        packing.int8 = True
+        assert not torch.equal(model(few), plain[0])
+        assert torch.allclose(model(few), plain[0], atol=0.1)
+        assert torch.equal(model(many), plain[1])
