@@ -2,8 +2,9 @@
 
 Same model, float32, one thread, interleaved in one run: prefill of 512 tokens, and decode steps at
 context 512 with batch 1 and 16, by our runner (default and exact mode) and by transformers with its
-own cache. Ceilings: GEMM rate for prefill, weights and KV read at memory bandwidth for decode. The
-last line is JSON.
+own cache. Ceilings: GEMM rate for prefill, weights and KV read at memory bandwidth for decode.
+Then decode with int8 weights against float32, and what a step costs besides the model: scheduling,
+bookkeeping and wire at batch 16, sampling 16 rows, keys. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -17,10 +18,20 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from splitserve.engine.step import Draw, PlanItem, StepPlan
+from splitserve import wire
+from splitserve.clock import MonotonicClock
+from splitserve.connector.local import make_local
+from splitserve.engine.engine import Engine
+from splitserve.engine.scheduler import Scheduler, SchedulerConfig
+from splitserve.engine.step import Draw, PlanItem, StepPlan, StepResult
+from splitserve.kv.keys import granule_keys
+from splitserve.kv.lease import LeaseTable
+from splitserve.kv.pool import BlockPool
 from splitserve.model import loader
 from splitserve.model.fetch import resolve_model
 from splitserve.model.runner import TorchRunner
+from splitserve.model.sampling import draw_batch
+from splitserve.model.simulated import SimulatedRunner, simulated_format
 from splitserve.sampling import Sampling
 
 CONTEXT = 512
@@ -127,7 +138,74 @@ def main() -> None:
             ours = best_s(lambda runner=runner, step=step: runner.execute(step), DECODE_STEPS)
             print(f"  {name:12s} {ours * 1e3:7.1f} ms  {theirs / ours:.2f}x")
             result[f"decode_{batch}_{name.replace(' ', '_')}"] = round(theirs / ours, 3)
+    runner = runners["ours"]
+    prompt_plan, step = plan(1, 0, CONTEXT, prompt), plan(1, CONTEXT, 1, prompt)
+    runner.execute(prompt_plan)
+    loaded.packing.quantize()
+    times = {}
+    for int8 in (False, True):
+        loaded.packing.int8 = int8
+        times[int8] = best_s(lambda: runner.execute(step), DECODE_STEPS)
+    loaded.packing.int8 = False
+    ratio = times[False] / times[True]
+    print(f"\ndecode batch 1, int8 weights {times[True] * 1e3:.1f} ms: {ratio:.2f}x our float32")
+    result |= {"decode_1_int8": round(ratio, 3), **besides_the_model()}
     print(json.dumps({"benchmark": "engine", **result}))
+
+
+def besides_the_model() -> dict[str, float]:
+    """Milliseconds per step of everything but the forward pass."""
+    clock = MonotonicClock()
+    num_steps, batch = 200, 16
+    pool = BlockPool(batch * 64, BLOCK)
+    scheduler = Scheduler(SchedulerConfig(), pool, LeaseTable("bench", 30.0))
+    kv_format = simulated_format(BLOCK)
+    blocks = np.zeros((batch * 64, kv_format.block_bytes), np.uint8)
+    runner = SimulatedRunner(blocks, BLOCK, verify=False)
+    engine = Engine(scheduler, runner, make_local(), clock, b"bench")
+    sampling = Sampling(seed=0, max_tokens=num_steps + 10, temperature=0.0)
+    for i in range(batch):
+        engine.submit(wire.Submit(f"r{i}", wire.Leg.WHOLE, [i] * CONTEXT, [], sampling))
+    spent_s = 0.0
+    execute = runner.execute
+
+    def timed(plan: StepPlan) -> StepResult:
+        nonlocal spent_s
+        start = time.perf_counter()
+        result = execute(plan)
+        spent_s += time.perf_counter() - start
+        return result
+
+    engine.runner.execute = timed  # type: ignore[method-assign]
+    while len(scheduler.running) < batch or not all(x.is_decoding for x in scheduler.running):
+        engine.step()
+    engine.take_outbox()
+    spent_s, start = 0.0, time.perf_counter()
+    for number in range(num_steps):
+        engine.pump()
+        engine.step()
+        box = engine.take_outbox()
+        frame = wire.Frame(number, box.tokens, box.notices, engine.view(), box.step_s, 0)
+        wire.decode_to_gateway(wire.encode(frame))
+    own_ms = (time.perf_counter() - start - spent_s) / num_steps * 1e3
+    rows = (np.random.default_rng(0).standard_normal((batch, 49152)) * 3).astype(np.float32)
+    samplers = {
+        "greedy": Sampling(seed=0, max_tokens=1, temperature=0.0),
+        "plain": Sampling(seed=0, max_tokens=1),
+        "top_k": Sampling(seed=0, max_tokens=1, top_k=50),
+        "top_p": Sampling(seed=0, max_tokens=1, top_p=0.9),
+    }
+    result = {"own_ms_per_step": round(own_ms, 3)}
+    print(f"schedule, bookkeeping and wire, batch {batch}: {own_ms:.2f} ms per step")
+    for name, sampling in samplers.items():
+        draws = [(sampling, i) for i in range(batch)]
+        ms = best_s(lambda draws=draws: draw_batch(rows, draws), 5) * 1e3
+        print(f"sampling {batch} rows of 49,152, {name}: {ms:.2f} ms")
+        result[f"sample_{name}_ms"] = round(ms, 3)
+    tokens = list(range(16 * 1000))
+    us = best_s(lambda: granule_keys(b"root", tokens), 5) / 1000 * 1e6
+    print(f"keys: {us:.2f} us per granule")
+    return result | {"key_us": round(us, 3)}
 
 
 if __name__ == "__main__":
