@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ import torch
 from splitserve.engine.step import PlanItem, StepPlan
 from splitserve.errors import ConfigError, WorkerFault
 from splitserve.kv.format import KVFormat
-from splitserve.model.attention import PagedStep, Run
+from splitserve.model.attention import Layer, PagedStep, Run
 from splitserve.model.kernels import GRANULE
 
 if TYPE_CHECKING:  # the loader tries a model out with a Forward
@@ -29,6 +30,7 @@ class Forward:
     blocks: uint8 [num_blocks, block_bytes], writable, as in `transport.segment.Segment`.
     min_rows: forwards with fewer rows are padded to so many (design 3.10).
     torch_attention: let torch attend where a sequence has many tokens: faster, not exact.
+    observe: see `PagedStep`.
     """
 
     def __init__(
@@ -40,12 +42,16 @@ class Forward:
         min_rows: int = 1,
         torch_attention: bool = False,
         num_threads: int = 1,
+        observe: Callable[[Layer, int | None], None] | None = None,
     ) -> None:
         self.loaded = loaded
         self.kv_format = loaded.info.kv_format(block_size)
         self.pool = pool_view(blocks, self.kv_format)
         self.min_rows = min_rows
-        self._torch_attention = torch_attention
+        self._torch_attention = torch_attention and all(one.is_plain for one in loaded.layers)
+        self._observe = observe
+        parameters = inspect.signature(loaded.module.forward).parameters
+        self._picks_logits = "logits_to_keep" in parameters
         self._num_threads = num_threads
         self._threads = ThreadPoolExecutor(num_threads) if num_threads > 1 else None
 
@@ -56,19 +62,21 @@ class Forward:
         ends = np.cumsum([len(item.token_ids) for item in items])
         wanted = [int(end) - 1 for end, item in zip(ends, items, strict=True) if item.draw]
         kept = wanted + [0] * max(0, self.min_rows - len(wanted)) if wanted else []
+        picked = torch.tensor(kept, dtype=torch.long)
         with torch.inference_mode():
             output = self.loaded.module(
                 input_ids=torch.from_numpy(tokens)[None],
                 position_ids=torch.from_numpy(positions)[None],
                 use_cache=False,
-                logits_to_keep=torch.tensor(kept, dtype=torch.long),
                 paged=step,
+                **({"logits_to_keep": picked} if self._picks_logits else {}),
             )
         if step.layers_seen != self.kv_format.num_layers:
             raise WorkerFault(
                 f"{step.layers_seen} of {self.kv_format.num_layers} layers used the KV pool."
             )
-        rows: npt.NDArray[np.float32] = output.logits[0, : len(wanted)].numpy()
+        logits = output.logits[0] if self._picks_logits else output.logits[0, picked]
+        rows: npt.NDArray[np.float32] = logits[: len(wanted)].numpy()
         return rows
 
     def _pack(
@@ -107,6 +115,7 @@ class Forward:
             runs=runs,
             threads=self._threads,
             max_model_len=self.loaded.info.max_model_len,
+            observe=self._observe,
         )
         return step, tokens, positions
 

@@ -17,7 +17,14 @@ import msgspec
 
 from splitserve.errors import ModelUnavailable
 from splitserve.kv.format import KVFormat, ModelIdentity
-from splitserve.model.support import head_dim, require_supported, rope_parameters
+from splitserve.model.support import (
+    head_dim,
+    kv_width,
+    num_kv_heads,
+    require_supported,
+    rope_parameters,
+    setting,
+)
 
 _HEADER_LIMIT_BYTES = 100_000_000  # the safetensors format's own limit
 _PAGE_BYTES = 4096
@@ -47,6 +54,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    kv_width: int  # of a K or V head in the pool, at least head_dim
     hidden_size: int
     max_model_len: int  # tokens, prompt and output together
     vocab_size: int  # width of the logits
@@ -61,7 +69,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
             block_size=block_size,
             num_layers=self.num_layers,
             num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
+            head_dim=self.kv_width,
         )
 
 
@@ -85,12 +93,13 @@ def describe(path: Path) -> ModelInfo:
             tokenizer=_digest_of(path / "tokenizer.json"),
             rope=json.dumps(rope_parameters(config), sort_keys=True),
         ),
-        num_layers=int(config["num_hidden_layers"]),
-        num_heads=int(config["num_attention_heads"]),
-        num_kv_heads=int(config.get("num_key_value_heads") or config["num_attention_heads"]),
+        num_layers=int(setting(config, "num_hidden_layers")),
+        num_heads=int(setting(config, "num_attention_heads")),
+        num_kv_heads=num_kv_heads(config),
         head_dim=head_dim(config),
-        hidden_size=int(config["hidden_size"]),
-        max_model_len=int(config["max_position_embeddings"]),
+        kv_width=kv_width(config),
+        hidden_size=int(setting(config, "hidden_size")),
+        max_model_len=int(setting(config, "max_position_embeddings")),
         vocab_size=int(config["vocab_size"]),
         eos_ids=_eos_ids(generation, config),
         weights_bytes=weights_bytes,

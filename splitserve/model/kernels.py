@@ -8,6 +8,10 @@ blocks are and how many threads there are does not change a bit of it (design 3.
 The softmax is the online one (Milakov & Gimelshein 2018, as in FlashAttention): with each granule
 the running maximum may rise, and what was summed is then rescaled. Up to _TILE consecutive queries
 of a sequence and all query heads of a kv head share a granule's K and V while it is in L1 cache.
+
+A sliding window skips the granules before it; a soft cap c turns each score s into c tanh(s / c)
+(Gemma 2, arXiv 2408.00118, section 2); a sink is one more score per query head, whose value is zero
+(gpt-oss; Xiao et al. 2023, arXiv 2309.17453). None of them changes the order of the sums.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from splitserve.model.simd import inlined, kernel
 GRANULE = 16
 _TILE = 8
 _NEGATIVE_INFINITY = np.float32(-np.inf)
+_NO_WINDOW = int(np.iinfo(np.int32).max)
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
@@ -109,10 +114,27 @@ def _add_values(
 
 
 @inlined
+def _capped(scores: Any, softcap: Any, scratch: Any) -> Any:
+    """softcap x tanh(score / softcap) per lane; tanh |x| is (1 - e) / (1 + e), e = exp(-2|x|)."""
+    x = simd.mul(scores, simd.splat(np.float32(-2) / softcap))
+    none = simd.splat(np.float32(0))
+    negative = simd.sub(none, simd.larger(x, simd.sub(none, x)))
+    simd.store(scratch, 0, simd.exp(negative))
+    simd.store(scratch, 8, x)
+    for i in range(8):
+        e = scratch[i]
+        capped = softcap * ((np.float32(1) - e) / (np.float32(1) + e))
+        scratch[i] = -capped if scratch[8 + i] > 0 else capped
+    return simd.load(scratch, 0)
+
+
+@inlined
 def _granule(
     row: int,
     dim: int,
+    skip: int,
     count: int,
+    softcap: Any,
     pool: Any,
     k: int,
     v: int,
@@ -122,22 +144,33 @@ def _granule(
     weight_sum: Any,
     weights: Any,
 ) -> None:
-    """Add the first `count` positions of a granule, K at k and V at v, to a (token, head)'s state.
+    """Add positions [skip, count) of a granule, K at k and V at v, to a (token, head)'s state.
 
     The state of row r: total[r*dim:], maximum[r], weight_sum[r*8:] (eight partial sums).
     """
     hidden = simd.splat(_NEGATIVE_INFINITY)
-    low = simd.keep_below(_scores_of_eight(query, row * dim, pool, k, dim), count, hidden)
+    low = _scores_of_eight(query, row * dim, pool, k, dim)
+    if softcap > 0:
+        low = _capped(low, softcap, weights)
+    low = simd.keep_below(low, count, hidden)
     high = hidden
     if count > 8:
         high = _scores_of_eight(query, row * dim, pool, k + 8 * dim, dim)
+        if softcap > 0:
+            high = _capped(high, softcap, weights)
         high = simd.keep_below(high, count - 8, hidden)
+    if skip > 0:
+        low = simd.keep_below(hidden, skip, low)
+        high = simd.keep_below(hidden, skip - 8, high)
     before = maximum[row]
     largest = max(before, simd.lane_max(simd.larger(low, high)))
     subtracted = simd.splat(largest)
     none = simd.splat(np.float32(0))
     low = simd.keep_below(simd.exp(simd.sub(low, subtracted)), count, none)
     high = simd.keep_below(simd.exp(simd.sub(high, subtracted)), count - 8, none)
+    if skip > 0:
+        low = simd.keep_below(none, skip, low)
+        high = simd.keep_below(none, skip - 8, high)
     simd.store(weights, 0, low)
     simd.store(weights, 8, high)
     rescale = simd.exp(simd.sub(simd.splat(before), subtracted))
@@ -149,7 +182,7 @@ def _granule(
 
 @kernel(
     "void(float32[:,:,::1], float32[:,:,:,:,:,::1], int64, int32[:,::1], int32[::1], int32[::1],"
-    " float32, int64, int64, float32[:,:,::1])"
+    " float32, int64, float32, float32[::1], int64, int64, float32[:,:,::1])"
 )
 def attend_range(
     query: Floats,
@@ -159,11 +192,17 @@ def attend_range(
     sequence: Ints,
     position: Ints,
     scale: float,
+    window: int,
+    softcap: float,
+    sinks: Floats,
     first: int,
     last: int,
     out: Floats,
 ) -> None:
-    """`paged_attention` for the tokens [first, last), into rows of `out`."""
+    """`paged_attention` for the tokens [first, last), into rows of `out`.
+
+    window, softcap, sinks: as `variant_arguments` makes them.
+    """
     heads, dim = query.shape[1], query.shape[2]
     num_layers, kv_heads, block_size = pool.shape[1], pool.shape[3], pool.shape[4]
     group = heads // kv_heads
@@ -190,6 +229,7 @@ def attend_range(
         ):
             tile += 1
         end = position[t] + tile
+        begin = max(0, position[t] - window + 1) // GRANULE * GRANULE
         for kv_head in range(kv_heads):
             for i in range(tile):
                 for g in range(group):
@@ -200,20 +240,26 @@ def attend_range(
                     for d in range(dim):
                         total[row * dim + d] = 0
                         rows[row * dim + d] = query[t + i, kv_head * group + g, d] * scale
-            for start in range(0, end, GRANULE):
+                    if len(sinks) > 0:
+                        maximum[row] = sinks[kv_head * group + g]
+                        weight_sum[row * 8] = 1
+            for start in range(begin, end, GRANULE):
                 block = np.int64(block_tables[sequence[t], start // block_size])
                 k = ((block * num_layers + layer) * 2 * kv_heads + kv_head) * plane
                 k += (start % block_size) * dim
                 v = k + kv_heads * plane
                 for i in range(tile):
                     count = min(GRANULE, position[t] + i + 1 - start)
-                    if count <= 0:
+                    skip = position[t] + i - window + 1 - start
+                    if count <= 0 or skip >= GRANULE:
                         continue
                     for g in range(group):
                         _granule(
                             i * group + g,
                             dim,
+                            skip,
                             count,
+                            softcap,
                             flat_pool,
                             k,
                             v,
@@ -232,6 +278,17 @@ def attend_range(
         t += tile
 
 
+def variant_arguments(
+    window: int | None = None, softcap: float | None = None, sinks: Floats | None = None
+) -> tuple[int, float, Floats]:
+    """What `attend_range` takes where the three may be missing."""
+    return (
+        window or _NO_WINDOW,
+        softcap or 0.0,
+        np.empty(0, np.float32) if sinks is None else np.ascontiguousarray(sinks, np.float32),
+    )
+
+
 def paged_attention(
     query: Floats,
     pool: Floats,
@@ -240,17 +297,20 @@ def paged_attention(
     sequence: Ints,
     position: Ints,
     scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Floats | None = None,
 ) -> Floats:
     """Causal attention of packed tokens over their sequences' KV in one layer of the pool.
 
     query: [T, heads, D]; heads a multiple of the pool's kv heads, D a multiple of 8.
     pool: float32 [blocks, layers, 2, kv heads, block size, D]; block size a multiple of 16.
     block_tables: [S, max blocks]. sequence: [T], the row of block_tables, or negative for padding.
-    position: [T]; a token attends to positions 0..position inclusive, which must be in the pool.
+    position: [T]; a token attends to positions 0..position inclusive, which must be in the pool, or
+    to the last `window` of them. sinks: [heads], a score that takes weight and gives nothing.
     Returns [T, heads, D]; padding gives zeros.
     """
     out = np.empty_like(query)
-    attend_range(
-        query, pool, layer, block_tables, sequence, position, scale, 0, query.shape[0], out
-    )
+    where = query, pool, layer, block_tables, sequence, position, scale
+    attend_range(*where, *variant_arguments(window, softcap, sinks), 0, query.shape[0], out)
     return out

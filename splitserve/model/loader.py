@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 from transformers.utils.logging import disable_progress_bar
 
-from splitserve.engine.step import Draw, PlanItem, StepPlan
-from splitserve.errors import ModelUnavailable, UnsupportedModel, WorkerFault
+from splitserve.errors import ModelUnavailable, UnsupportedModel
 from splitserve.kv.format import KVFormat, ModelIdentity
-from splitserve.model import attention
-from splitserve.model.forward import Forward
+from splitserve.model import attention, selfcheck
+from splitserve.model.attention import Layer
 from splitserve.model.info import ModelInfo, describe
-from splitserve.model.kernels import GRANULE
 from splitserve.model.linear import Packing, pack_linears
-from splitserve.sampling import Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +26,7 @@ class LoadedModel:
     module: torch.nn.Module
     info: ModelInfo
     packing: Packing  # of the module's linear layers
+    layers: tuple[Layer, ...] = ()  # as registered by the self-check
 
     @property
     def identity(self) -> ModelIdentity:
@@ -53,8 +51,9 @@ class LoadedModel:
 def load(path: Path, dtype: str = "float32") -> LoadedModel:
     """Load weights into memory, converted to `dtype`, on the CPU.
 
-    Raises UnsupportedModel, naming why, for what the kernels can't carry, and ModelUnavailable for
-    a directory that can't be read.
+    Raises UnsupportedModel, naming why, for what the kernels can't carry and for a model whose
+    logits are not its own here (`selfcheck`), and ModelUnavailable for a directory that can't be
+    read.
     """
     if dtype != "float32":
         raise UnsupportedModel(f"Computing in {dtype} is not supported on a CPU: use float32.")
@@ -65,29 +64,37 @@ def load(path: Path, dtype: str = "float32") -> LoadedModel:
         module = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=torch.float32,
-            attn_implementation=attention.NAME,
+            attn_implementation="eager",  # the model's own, for the self-check
             local_files_only=True,
             trust_remote_code=False,
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelUnavailable(f"{path} can't be loaded: {error}") from error
     module.eval()
     module.requires_grad_(False)
+    _require_interface(module, info)
+    expected = selfcheck.own_logits(module, info)
+    _linears_for_conv1ds(module)
     loaded = LoadedModel(module, info, pack_linears(module))
-    _require_paged(loaded)
-    return loaded
+    return replace(loaded, layers=selfcheck.layers_of(loaded, expected))
 
 
-def _require_paged(loaded: LoadedModel) -> None:
-    """Refuse, after one small pass, what the configuration file did not give away."""
-    info, kind = loaded.info, loaded.info.model_type
-    if not getattr(type(loaded.module), "_supports_attention_backend", False):
+def _require_interface(module: torch.nn.Module, info: ModelInfo) -> None:
+    if not getattr(type(module), "_supports_attention_backend", False):
         raise UnsupportedModel(
-            f"Models of type {kind} can't be served: their attention is not replaceable."
+            f"Models of type {info.model_type} can't be served: their attention is not replaceable."
         )
-    blocks = np.zeros((1, info.kv_format(GRANULE).block_bytes), np.uint8)
-    item = PlanItem("try", [0, 0], 0, [0], Draw(Sampling(seed=0, max_tokens=1), [], []))
-    try:
-        Forward(loaded, blocks, GRANULE).logits(StepPlan([item]))
-    except WorkerFault as fault:
-        raise UnsupportedModel(f"Models of type {kind} can't be served: {fault.message}") from fault
+
+
+def _linears_for_conv1ds(module: torch.nn.Module) -> None:
+    """Replace GPT-2's transposed linear layers by torch's, which can be packed."""
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is not Conv1D:
+                continue
+            weights = child.state_dict()  # [in, out], and [out]
+            num_in, num_out = weights["weight"].shape
+            linear = torch.nn.Linear(num_in, num_out, device="meta")
+            linear.weight = torch.nn.Parameter(weights["weight"].T, requires_grad=False)
+            linear.bias = torch.nn.Parameter(weights["bias"], requires_grad=False)
+            setattr(parent, name, linear)

@@ -1,15 +1,30 @@
 """Which models the paged pool and its kernels can carry, judged from config.json alone.
 
-What a configuration can't tell, whether attention goes through transformers' attention interface,
-is tried out when the model is loaded (`loader`).
+What a configuration can't tell is found out when the model is loaded (`selfcheck`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from splitserve.errors import UnsupportedModel
+
+_SPELLINGS = {
+    "hidden_size": ("n_embd", "n_embed", "d_model"),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+    "num_key_value_heads": ("num_kv_heads", "n_head_kv", "n_kv_heads"),
+    "max_position_embeddings": ("n_positions", "n_ctx", "max_seq_len", "max_sequence_length"),
+}
+_REQUIRED = (
+    "hidden_size",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "vocab_size",
+    "max_position_embeddings",
+)
 
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope", "su")
 
@@ -21,97 +36,130 @@ _RECURRENT_KEYS = (
     "conv_L_cache",
     "lru_width",
 )
+_RECURRENT_TYPES = ("mamba", "mamba2", "recurrent_gemma", "rwkv", "xlstm")
 
-_COUPLED_KEYS = {
-    "kv_lora_rank": "latent attention, whose K and V differ in width",
-    "qk_rope_head_dim": "latent attention, whose K and V differ in width",
-    "attn_logit_softcapping": "softcapping of attention scores",
-    "num_kv_shared_layers": "layers that share their KV",
+_REASONS = {
     "cross_attention_layers": "cross-attention",
+    "add_cross_attention": "cross-attention",
     "alibi": "ALiBi position biases",
+    "index_topk": "attention to picked positions",
+    "quantization_config": "weights that stay quantized",
 }
+_ALIBI_TYPES = ("bloom", "mpt")
 
-_KNOWN_TYPES = {
-    "gpt_oss": "attention sinks",
-    "bloom": "ALiBi position biases",
-    "mpt": "ALiBi position biases",
-    "rwkv": "recurrent layers",
-    "mamba": "recurrent layers",
-    "mamba2": "recurrent layers",
-    "recurrent_gemma": "recurrent layers",
-}
+_ATTENTION_KINDS = ("full_attention", "sliding_attention", "attention")
+_KV_SHAPE_KEYS = ("head_dim", "num_key_value_heads", "v_head_dim")
+
+
+def setting(config: Mapping[str, Any], name: str) -> Any:
+    """A setting under any of its spellings, None where it is missing."""
+    for spelling in (name, *_SPELLINGS.get(name, ())):
+        if config.get(spelling) is not None:
+            return config[spelling]
+    return None
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary settings in one form, whichever transformers version wrote the configuration."""
+    """The rotary settings in one form, whichever transformers version wrote the configuration.
+
+    Models with a rotation per kind of layer have one mapping for each.
+    """
     if isinstance(written := config.get("rope_parameters"), Mapping):
         parameters = dict(written)
     else:
         parameters = dict(config.get("rope_scaling") or {})
         if "type" in parameters:
             parameters.setdefault("rope_type", parameters.pop("type"))
-    if "rope_theta" not in parameters and config.get("rope_theta") is not None:
-        parameters["rope_theta"] = config["rope_theta"]
+    for key in ("rope_theta", "rope_local_base_freq"):
+        if key not in parameters and config.get(key) is not None:
+            parameters[key] = config[key]
     parameters.setdefault("rope_type", "default")
     if config.get("partial_rotary_factor") is not None:
         parameters.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
     return parameters
 
 
-def active_window(config: Mapping[str, Any]) -> int | None:
-    """The sliding window in tokens if it can ever hide a position, else None."""
-    window = config.get("sliding_window")
-    if not isinstance(window, int) or config.get("use_sliding_window") is False:
-        return None
-    layer_types = config.get("layer_types")
-    if layer_types is not None and "sliding_attention" not in layer_types:
-        return None
-    return window if window < int(config.get("max_position_embeddings", 0)) else None
-
-
 def head_dim(config: Mapping[str, Any]) -> int:
-    """Width of one head."""
-    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+    """Width of one query head, and of one K head, before any padding."""
+    if config.get("kv_lora_rank"):
+        return int(config["qk_nope_head_dim"]) + int(config["qk_rope_head_dim"])
+    if config.get("head_dim"):
+        return int(config["head_dim"])
+    return int(setting(config, "hidden_size")) // int(setting(config, "num_attention_heads"))
+
+
+def kv_width(config: Mapping[str, Any]) -> int:
+    """Width of a slot in the pool: the wider of K and V, up to a multiple of 8."""
+    widest = max(head_dim(config), int(config.get("v_head_dim") or 0))
+    return -(-widest // 8) * 8
+
+
+def num_kv_heads(config: Mapping[str, Any]) -> int:
+    """KV heads of one layer."""
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        return 1
+    heads = setting(config, "num_key_value_heads") or setting(config, "num_attention_heads")
+    return int(heads)
 
 
 def require_supported(config: Mapping[str, Any]) -> None:
     """Raise UnsupportedModel that names the model type and everything the engine can't carry."""
-    reasons = list(_reasons(config))
+    reasons = list(dict.fromkeys(_reasons(config)))
+    missing = [name for name in _REQUIRED if setting(config, name) is None]
+    if not reasons and missing:
+        reasons.append(f"its configuration lacks {', '.join(missing)}")
     if reasons:
         kind = config.get("model_type", "without a model_type")
         raise UnsupportedModel(f"Models of type {kind} can't be served: {'; '.join(reasons)}.")
 
 
-def _reasons(config: Mapping[str, Any]) -> list[str]:
-    reasons = []
+def _reasons(config: Mapping[str, Any]) -> Iterable[str]:
     if config.get("is_encoder_decoder"):
-        reasons.append("encoder-decoder")
+        yield "encoder-decoder"
+    inner = config.get("text_config")
     if "text_config" in config or "vision_config" in config:
-        reasons.append("more than one modality")
-    if config.get("model_type") in _KNOWN_TYPES:
-        reasons.append(_KNOWN_TYPES[config["model_type"]])
-    reasons += [why for key, why in _COUPLED_KEYS.items() if config.get(key)]
-    if any(config.get(key) for key in _RECURRENT_KEYS):
-        reasons.append("recurrent layers")
-    others = set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
-    if others:
-        reasons.append(f"layers of type {', '.join(sorted(others))}")
-    if (window := active_window(config)) is not None:
-        reasons.append(f"a sliding window of {window} tokens")
-    value_dim = config.get("v_head_dim")
-    if value_dim and "num_attention_heads" in config and value_dim != head_dim(config):
-        reasons.append(f"K heads of width {head_dim(config)} and V heads of width {value_dim}")
-    rope_type = _rope_type(config)
-    if rope_type in _LENGTH_DEPENDENT_ROPE:
-        reasons.append(f"rotary type {rope_type}, which depends on the length of the sequence")
-    required = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
-    missing = [key for key in (*required, "max_position_embeddings") if key not in config]
-    if missing:
-        reasons.append(f"its configuration lacks {', '.join(missing)}")
-    elif head_dim(config) % 8:
-        reasons.append(f"heads of width {head_dim(config)}, not a multiple of 8")
-    return list(dict.fromkeys(reasons))
+        yield "more than one modality"
+    if isinstance(inner, Mapping):
+        yield from _reasons(inner)
+    if config.get("model_type") in _ALIBI_TYPES:
+        yield _REASONS["alibi"]
+    yield from (why for key, why in _REASONS.items() if config.get(key))
+    recurrent = config.get("model_type") in _RECURRENT_TYPES
+    if recurrent or any(config.get(key) for key in _RECURRENT_KEYS):
+        yield "recurrent layers"
+    yield from _unlike_layers(config)
+    for kind in sorted(_rope_types(config).intersection(_LENGTH_DEPENDENT_ROPE)):
+        yield f"rotary type {kind}, which depends on the length of the sequence"
 
 
-def _rope_type(config: Mapping[str, Any]) -> str:
-    return str(rope_parameters(config)["rope_type"])
+def _unlike_layers(config: Mapping[str, Any]) -> Iterable[str]:
+    """Layers that differ from the others in what they keep of the past."""
+    kinds = list(config.get("layer_types") or config.get("layers_block_type") or ())
+    for other in sorted(set(kinds) - set(_ATTENTION_KINDS)):
+        yield f"{layer_names(i for i, kind in enumerate(kinds) if kind == other)} of type {other}"
+    if shared := int(config.get("num_kv_shared_layers") or 0):
+        last = int(setting(config, "num_hidden_layers") or shared)
+        yield f"{layer_names(range(last - shared, last))} share the KV of earlier ones"
+    per_layer = config.get("per_layer_config") or {}
+    unlike = [int(i) for i, own in per_layer.items() if set(own).intersection(_KV_SHAPE_KEYS)]
+    if unlike:
+        yield f"{layer_names(unlike)} with KV of another shape than the rest"
+    elif config.get("global_head_dim", config.get("head_dim")) != config.get("head_dim"):
+        yield "full-attention layers with KV of another shape than the rest"
+
+
+def layer_names(layers: Iterable[int]) -> str:
+    """For messages: 'layer 3', or 'layers 0-2, 5'."""
+    runs: list[tuple[int, int]] = []
+    for _, group in itertools.groupby(enumerate(sorted(layers)), lambda pair: pair[1] - pair[0]):
+        members = [layer for _, layer in group]
+        runs.append((members[0], members[-1]))
+    named = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return f"layer{'s' if len(runs) > 1 or runs[0][0] < runs[0][1] else ''} {named}"
+
+
+def _rope_types(config: Mapping[str, Any]) -> set[str]:
+    """All rotary types that a model uses."""
+    parameters = rope_parameters(config)
+    nested = [one for one in parameters.values() if isinstance(one, Mapping)]
+    return {str(one.get("rope_type", "default")) for one in (parameters, *nested)}

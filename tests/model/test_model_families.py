@@ -1,99 +1,122 @@
-"""Model families beyond Llama: right where they are accepted, refused at loading where not."""
+"""Each family that is carried: transformers' greedy tokens, and exact mode's bits."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from splitserve.engine.step import Draw, PlanItem, StepPlan
-from splitserve.errors import UnsupportedModel
+from splitserve.model.exact import invariant_rows
 from splitserve.model.forward import Forward
-from splitserve.model.loader import load
+from splitserve.model.loader import LoadedModel, load
+from splitserve.model.runner import TorchRunner
 from splitserve.sampling import Sampling
+from tests.model.families import CARRIED, MIXTURES, build
 
-COMMON: dict[str, Any] = {
-    "vocab_size": 300,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+PROMPT = [int(one) for one in np.random.default_rng(0).integers(3, 300, 40)]
+NUM_OUTPUTS = 24
+TABLE = [5, 2, 7, 1]
+GREEDY = Sampling(seed=0, max_tokens=NUM_OUTPUTS, temperature=0.0)
+DTYPES = {"llama": "bfloat16", "gemma2": "bfloat16", "gpt2": "float16"}
 
 
-def build(path: Path, tiny_path: Path, kind: str, **changes: Any) -> torch.nn.Module:
-    """A random model of a family, saved with the tiny model's tokenizer."""
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **{**COMMON, **changes})
-    module: torch.nn.Module = AutoModelForCausalLM.from_config(config).float().eval()
-    for weights in module.parameters():
-        if weights.dim() >= 2:
-            weights.data.normal_(0, 0.2)
-    module.save_pretrained(path)  # type: ignore[operator]
-    shutil.copy(tiny_path / "tokenizer.json", path)
-    return module
+def blocks_for(loaded: LoadedModel) -> npt.NDArray[np.uint8]:
+    raw = np.empty((16, loaded.kv_format(16).block_bytes), np.uint8)
+    raw.view(np.float32)[:] = np.nan
+    return raw
 
 
-@pytest.mark.parametrize("torch_attention", [False, True])
-@pytest.mark.parametrize(
-    ("kind", "changes"),
-    [
-        ("qwen2", {}),
-        ("qwen3", {}),
-        ("mistral", {"sliding_window": None}),
-        ("phi3", {}),
-        ("gemma", {}),
-        ("olmo2", {}),
-        ("granite", {"attention_multiplier": 0.1}),
-        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
-    ],
-)
-def test_chunks_and_company_give_the_familys_logits(
-    tmp_path: Path, tiny_path: Path, kind: str, changes: dict[str, Any], torch_attention: bool
-) -> None:
-    module = build(tmp_path, tiny_path, kind, **changes)
+def greedy(runner: TorchRunner, first_chunk: int) -> list[int]:
+    """The prompt in two chunks, then token by token."""
+    output: list[int] = []
+    head = PlanItem("a", PROMPT[:first_chunk], 0, TABLE, None)
+    runner.execute(StepPlan([head]))
+    start, tokens = first_chunk, PROMPT[first_chunk:]
+    while len(output) < NUM_OUTPUTS:
+        item = PlanItem("a", tokens, start, TABLE, Draw(GREEDY, PROMPT, list(output)))
+        token = runner.execute(StepPlan([item])).token_ids[0]
+        assert token is not None
+        output.append(token)
+        start, tokens = start + len(tokens), [token]
+    return output
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_greedy_tokens_are_transformers(tmp_path: Path, tiny_path: Path, name: str) -> None:
+    kind, changes = CARRIED[name]
+    module = build(tmp_path, tiny_path, kind, DTYPES.get(name, "float32"), **changes)
+    expected = module.generate(
+        torch.tensor([PROMPT]),
+        attention_mask=torch.ones(1, len(PROMPT), dtype=torch.long),
+        max_new_tokens=NUM_OUTPUTS,
+        do_sample=False,
+        eos_token_id=None,
+    )[0, len(PROMPT) :].tolist()
     loaded = load(tmp_path)
-    blocks = np.empty((16, loaded.kv_format(16).block_bytes), np.uint8)
-    blocks.view(np.float32)[:] = np.nan
-    ids = [int(one) for one in np.random.default_rng(0).integers(3, 300, 60)]
-    with torch.inference_mode():
-        expected = module(torch.tensor([ids])).logits[0, 59].numpy()
-    forward = Forward(loaded, blocks, 16, torch_attention=torch_attention)
-    table, other, draw = [5, 2, 7, 1], [9, 10, 11], Draw(Sampling(seed=0, max_tokens=1), [], [])
-    forward.logits(StepPlan([PlanItem("a", ids[:30], 0, table, None)]))
-    beside = PlanItem("b", ids[:20], 0, other, None)
-    forward.logits(StepPlan([PlanItem("a", ids[30:59], 30, table, None), beside]))
-    beside = PlanItem("b", ids[20:40], 20, other, draw)
-    logits = forward.logits(StepPlan([beside, PlanItem("a", ids[59:], 59, table, draw)]))
-    np.testing.assert_allclose(logits[1], expected, atol=2e-5 * float(np.abs(expected).max()))
+    assert len(set(expected)) > 4
+    assert greedy(TorchRunner(loaded, blocks_for(loaded), 16), 20) == expected
+    if name not in MIXTURES:
+        assert greedy(TorchRunner(loaded, blocks_for(loaded), 16, exact=True), 33) == expected
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes", "reason"),
-    [
-        ("mistral", {"sliding_window": 128}, "sliding window of 128"),
-        ("gemma2", {}, "softcapping"),
-        ("stablelm", {}, "attention is not replaceable"),
-        ("nemotron", {}, "do not pass our arguments on"),
-        ("gpt_neox", {}, "4 KV heads where 2 were expected"),
-        ("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4}, "lacks hidden_size"),
-        ("mamba", {}, "recurrent"),
-    ],
-)
-def test_refused_by_name(
-    tmp_path: Path, tiny_path: Path, kind: str, changes: dict[str, Any], reason: str
+@pytest.mark.parametrize("name", [name for name in CARRIED if name not in MIXTURES])
+def test_exact_mode_gives_the_same_bits_however_a_prompt_is_cut(
+    tmp_path: Path, tiny_path: Path, name: str
 ) -> None:
+    kind, changes = CARRIED[name]
     build(tmp_path, tiny_path, kind, **changes)
-    with pytest.raises(UnsupportedModel, match=reason):
-        load(tmp_path)
+    loaded = load(tmp_path)
+    forward = Forward(loaded, blocks_for(loaded), 16, min_rows=invariant_rows(loaded))
+    draw = Draw(GREEDY, [], [])
+
+    def last_logits(cuts: list[int]) -> npt.NDArray[np.float32]:
+        start = 0
+        for end in cuts:
+            other = PlanItem("b", PROMPT[start:end][::-1], start, [9, 10, 11], draw)
+            item = PlanItem("a", PROMPT[start:end], start, TABLE, draw)
+            logits = forward.logits(StepPlan([other, item]))[1]
+            start = end
+        return logits
+
+    whole = forward.logits(StepPlan([PlanItem("a", PROMPT, 0, TABLE, draw)]))[0]
+    assert np.isfinite(whole).all()
+    for cuts in ([40], [17, 40], [3, 20, 39, 40], list(range(1, 41))):
+        np.testing.assert_array_equal(last_logits(cuts), whole)
+
+
+def test_each_layer_is_registered(tmp_path: Path, tiny_path: Path) -> None:
+    kind, changes = CARRIED["gemma2"]
+    build(tmp_path, tiny_path, kind, **changes)
+    first, second = load(tmp_path).layers
+    assert (first.index, first.kind, first.num_kv_heads) == (0, "Gemma2Attention", 2)
+    assert (first.window, second.window) == (12, None)
+    assert first.softcap == second.softcap == 2.0
+    assert first.scale == pytest.approx(20**-0.5)
+    assert not first.is_plain
+
+
+def test_a_window_that_can_hide_nothing_is_none(tmp_path: Path, tiny_path: Path) -> None:
+    build(tmp_path, tiny_path, "mistral", sliding_window=256)
+    layers = load(tmp_path).layers
+    assert [layer.window for layer in layers] == [None, None]
+    assert all(layer.is_plain for layer in layers)
+
+
+@pytest.mark.parametrize("head_dim", [12, 20])
+def test_heads_of_any_even_width_are_filled_up(
+    tmp_path: Path, tiny_path: Path, head_dim: int
+) -> None:
+    module = build(tmp_path, tiny_path, "llama", head_dim=head_dim)
+    loaded = load(tmp_path)
+    assert loaded.kv_format(16).head_dim == -(-head_dim // 8) * 8
+    with torch.inference_mode():
+        expected = module(torch.tensor([PROMPT])).logits[0, -1].numpy()
+    item = PlanItem("a", PROMPT, 0, TABLE, Draw(GREEDY, [], []))
+    for torch_attention in (False, True):
+        forward = Forward(loaded, blocks_for(loaded), 16, torch_attention=torch_attention)
+        logits = forward.logits(StepPlan([item]))[0]
+        np.testing.assert_allclose(logits, expected, atol=2e-5 * float(np.abs(expected).max()))

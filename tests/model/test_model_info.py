@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from splitserve.errors import ModelUnavailable, UnsupportedModel
 from splitserve.model.info import GenerationDefaults, describe
 from splitserve.model.loader import LoadedModel, load
-from splitserve.model.support import active_window, rope_parameters
+from splitserve.model.support import layer_names, require_supported, rope_parameters
 from splitserve.model.tiny import make_tiny
 
 
@@ -130,17 +130,19 @@ def test_broken_files(directory: Path) -> None:
     ("changes", "reason"),
     [
         ({"is_encoder_decoder": True}, "encoder-decoder"),
-        ({"model_type": "mistral", "sliding_window": 4096}, "sliding window of 4096"),
-        ({"attn_logit_softcapping": 50.0}, "softcapping"),
-        ({"model_type": "gpt_oss"}, "sinks"),
-        ({"kv_lora_rank": 512}, "latent attention"),
-        ({"v_head_dim": 32}, "V heads of width 32"),
-        ({"layer_types": ["full_attention", "linear_attention"]}, "layers of type linear_att"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "layer 1 of type linear_att"),
         ({"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
+        ({"layers_block_type": ["mamba", "attention"]}, "layer 0 of type mamba"),
         ({"mamba_d_state": 16}, "recurrent"),
+        ({"num_kv_shared_layers": 1}, "layer 1 share the KV of earlier ones"),
+        ({"per_layer_config": {"1": {"head_dim": 32}}}, "layer 1 with KV of another shape"),
+        ({"global_head_dim": 32}, "full-attention layers with KV of another shape"),
+        ({"model_type": "bloom"}, "ALiBi"),
+        ({"alibi": True}, "ALiBi"),
+        ({"add_cross_attention": True}, "cross-attention"),
+        ({"quantization_config": {"bits": 4}}, "stay quantized"),
         ({"text_config": {}}, "more than one modality"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rotary type dynamic"),
-        ({"head_dim": 12}, "width 12"),
         ({"hidden_size": None}, "lacks hidden_size"),
     ],
 )
@@ -153,14 +155,56 @@ def test_what_can_not_be_carried_is_refused(
             read(directory)
 
 
-def test_an_inactive_window_is_no_reason() -> None:
-    limits = {"max_position_embeddings": 4096}
-    assert active_window({**limits, "sliding_window": 4096}) is None
-    assert active_window({**limits, "sliding_window": 64, "use_sliding_window": False}) is None
-    assert (
-        active_window({**limits, "sliding_window": 64, "layer_types": ["full_attention"]}) is None
-    )
-    assert active_window({**limits, "sliding_window": 64}) == 64
+def test_what_is_refused_is_refused_inside_a_text_config() -> None:
+    config = {"model_type": "gemma3n", "text_config": {"num_kv_shared_layers": 4, "n_layer": 6}}
+    with pytest.raises(UnsupportedModel, match="more than one modality; layers 2-5 share the KV"):
+        require_supported(config)
+
+
+def test_layers_are_named_in_runs() -> None:
+    assert layer_names([3]) == "layer 3"
+    assert layer_names([0, 1, 2]) == "layers 0-2"
+    assert layer_names(iter([5, 0, 1, 2, 7])) == "layers 0-2, 5, 7"
+
+
+def test_settings_are_known_under_other_names(directory: Path) -> None:
+    before = describe(directory)
+    gpt2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 8192, "head_dim": None}
+    others = {"hidden_size": None, "num_hidden_layers": None, "num_attention_heads": None}
+    edit(directory / "config.json", **gpt2, **others, max_position_embeddings=None)
+    assert describe(directory) == before
+    edit(directory / "config.json", multi_query=True)
+    assert describe(directory).num_kv_heads == 1
+    edit(directory / "config.json", new_decoder_architecture=True, num_kv_heads=4)
+    assert describe(directory).num_kv_heads == 2  # the usual name comes first
+
+
+@pytest.mark.parametrize(
+    ("changes", "widths"),
+    [
+        ({"head_dim": 12}, (12, 16)),
+        ({"head_dim": 16, "v_head_dim": 40}, (16, 40)),
+        ({"kv_lora_rank": 8, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8}, (20, 24)),
+    ],
+)
+def test_a_slot_holds_the_wider_of_k_and_v(
+    directory: Path, changes: dict[str, Any], widths: tuple[int, int]
+) -> None:
+    edit(directory / "config.json", **changes)
+    info = describe(directory)
+    assert (info.head_dim, info.kv_width) == widths
+    assert info.kv_format(16).head_dim == widths[1]
+
+
+def test_rotations_per_kind_of_layer_are_kept_and_judged() -> None:
+    kinds = {
+        "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "dynamic", "rope_theta": 1e4},
+    }
+    assert rope_parameters({"rope_parameters": kinds})["full_attention"]["rope_theta"] == 1e6
+    assert rope_parameters({"rope_local_base_freq": 1e4})["rope_local_base_freq"] == 1e4
+    with pytest.raises(UnsupportedModel, match="rotary type dynamic"):
+        require_supported({"model_type": "x", "rope_parameters": kinds})
 
 
 def test_other_dtypes_are_refused(tiny_path: Path) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
 
-from splitserve.model.kernels import attend_range, paged_attention, write_kv
+from splitserve.model.kernels import attend_range, paged_attention, variant_arguments, write_kv
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
@@ -48,6 +49,35 @@ def make(lengths: list[int], kv_heads: int, dim: int, block_size: int = 16, seed
     return case
 
 
+def by_numpy(
+    case: Case,
+    query: Floats,
+    sequence: Ints,
+    position: Ints,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Floats | None = None,
+) -> Floats:
+    """The same in float64, token by token and head by head."""
+    out = np.zeros(query.shape)
+    for t, (row, where) in enumerate(zip(sequence, position, strict=True)):
+        group = query.shape[1] // case.keys[row].shape[0]
+        low = 0 if window is None else max(0, where - window + 1)
+        for head in range(query.shape[1]):
+            keys, values = (
+                one[row][head // group, low : where + 1].astype(np.float64)
+                for one in (case.keys, case.values)
+            )
+            scores = keys @ query[t, head].astype(np.float64) * scale
+            if softcap is not None:
+                scores = softcap * np.tanh(scores / softcap)
+            weights = np.exp(scores - scores.max())
+            sink = 0.0 if sinks is None else np.exp(float(sinks[head]) - scores.max())
+            out[t, head] = weights @ values / (weights.sum() + sink)
+    return out.astype(np.float32)
+
+
 def by_torch(case: Case, query: Floats, sequence: Ints, position: Ints, scale: float) -> Floats:
     """The same by torch in float64, token by token."""
     out = np.zeros(query.shape)
@@ -82,6 +112,33 @@ def test_attention_is_right(kv_heads: int, heads: int, dim: int) -> None:
     assert not out[17].any()
 
 
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("softcap", [None, 2.0, 50.0])
+@pytest.mark.parametrize("window", [None, 1, 2, 15, 16, 17, 40, 64, 1000])
+def test_windows_caps_and_sinks(window: int | None, softcap: float | None, sinks: bool) -> None:
+    case = make([70, 20], 2, 16)
+    sequence = np.repeat(np.arange(2, dtype=np.int32), [70, 20])
+    position = np.concatenate([np.arange(70), np.arange(20)]).astype(np.int32)
+    query = case.queries(sequence, 6)
+    drains = case.rng.standard_normal(6).astype(np.float32) * 3 if sinks else None
+    out = paged_attention(
+        query, case.pool, 1, case.tables, sequence, position, 0.5, window, softcap, drains
+    )
+    expected = by_numpy(case, query, sequence, position, 0.5, window, softcap, drains)
+    np.testing.assert_allclose(out, expected, rtol=2e-5, atol=3e-6)
+
+
+def test_what_is_far_before_the_window_is_not_read() -> None:
+    """Whole granules before it; within the first granule hidden positions weigh nothing."""
+    case = make([100], 2, 16)
+    last, zero = np.array([99], np.int32), np.zeros(1, np.int32)
+    query = case.queries(zero, 4)
+    arguments = query, case.pool, 1, case.tables, zero, last, 0.25, 30
+    before = paged_attention(*arguments)
+    case.pool[case.tables[0, :4]] = np.nan  # positions 0..63; the window begins at 70
+    np.testing.assert_array_equal(paged_attention(*arguments), before)
+
+
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 30.0])
 def test_flat_and_steep_scores(scale: float) -> None:
     case = make([100], 2, 32)
@@ -92,8 +149,9 @@ def test_flat_and_steep_scores(scale: float) -> None:
     np.testing.assert_allclose(out, expected, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_token_has_the_same_bits_in_any_company(seed: int) -> None:
+@pytest.mark.parametrize("variant", [(), (17,), (None, 5.0), (30, 5.0, True)])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_token_has_the_same_bits_in_any_company(seed: int, variant: tuple[Any, ...]) -> None:
     """Tiled or alone, whatever is beside it, in ranges or at once."""
     rng = np.random.default_rng(seed)
     lengths = [int(one) for one in rng.integers(1, 90, 4)]
@@ -102,9 +160,12 @@ def test_a_token_has_the_same_bits_in_any_company(seed: int) -> None:
     position = np.concatenate([np.arange(one) for one in lengths]).astype(np.int32)
     query = case.queries(sequence, 9)
 
+    if variant[2:]:
+        variant = (*variant[:2], rng.standard_normal(9).astype(np.float32))
+
     def attend(rows: npt.NDArray[np.intp]) -> Floats:
         picked = query[rows], case.pool, 1, case.tables, sequence[rows], position[rows]
-        return paged_attention(*picked, 0.125)
+        return paged_attention(*picked, 0.125, *variant)
 
     together = attend(np.arange(len(sequence)))
     assert np.isfinite(together).all()
@@ -115,8 +176,8 @@ def test_a_token_has_the_same_bits_in_any_company(seed: int) -> None:
     in_parts = np.empty_like(together)
     for first in range(0, len(sequence), 5):
         last = min(first + 5, len(sequence))
-        arguments = query, case.pool, 1, case.tables, sequence, position, 0.125, first, last
-        attend_range(*arguments, in_parts)
+        arguments = query, case.pool, 1, case.tables, sequence, position, 0.125
+        attend_range(*arguments, *variant_arguments(*variant), first, last, in_parts)
     np.testing.assert_array_equal(in_parts, together)
 
 
