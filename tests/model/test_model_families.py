@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from splitserve.model.forward import Forward
 from splitserve.model.loader import LoadedModel, load
 from splitserve.model.runner import TorchRunner
 from splitserve.sampling import Sampling
-from tests.model.families import CARRIED, MIXTURES, build
+from tests.model.families import CARRIED, MIXTURES, REFUSED, build
 
 PROMPT = [int(one) for one in np.random.default_rng(0).integers(3, 300, 40)]
 NUM_OUTPUTS = 24
@@ -120,3 +121,19 @@ def test_heads_of_any_even_width_are_filled_up(
         forward = Forward(loaded, blocks_for(loaded), 16, torch_attention=torch_attention)
         logits = forward.logits(StepPlan([item]))[0]
         np.testing.assert_allclose(logits, expected, atol=2e-5 * float(np.abs(expected).max()))
+
+
+def test_the_page_on_models_lists_what_is_tested() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    _, carried, refused = re.split(r"^## .*\n", page, flags=re.MULTILINE)[:3]
+    rows = [line for line in carried.splitlines() if line.startswith("| `")]
+    assert {one for line in rows for one in named(line)} == set(CARRIED)
+    without_exact = [line for line in rows if line.endswith("| no |")]
+    assert {one for line in without_exact for one in named(line)} == set(MIXTURES)
+    rows = [line for line in refused.splitlines() if line.startswith("| `")]
+    assert {one for line in rows for one in named(line)} == set(REFUSED)
+
+
+def named(row: str) -> list[str]:
+    """Model types in the first column of a row."""
+    return re.findall(r"`(\w+)`", row.split("|")[1])
