@@ -113,6 +113,11 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if self.decode_weights == "int8" and not self.num_decode:
             raise ConfigError("int8 weights are for decode workers; there are none.")
+        if self.gateway.split is SplitMode.ALWAYS and not self.num_prefill:
+            raise ConfigError(
+                "With split=always there must be prefill and decode workers.",
+                advice="Give --prefill and --decode, or another --split.",
+            )
         if self.digests not in ("full", "lease"):
             raise ConfigError(f"digests is `full` or `lease`, not {self.digests!r}.")
         Faults(self.faults)  # an error now, rather than in each worker

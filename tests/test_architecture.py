@@ -27,6 +27,7 @@ LAYERS = [
         "worker api",
         "cluster offline",
         "cli",
+        "__main__",
     )
 ]
 """From the bottom up: a package imports only packages of lines above its own."""

@@ -72,8 +72,8 @@ def check_token_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
 
 def prompt_too_long(num_tokens: str, max_model_len: int, param: str) -> ContextLengthExceeded:
     return ContextLengthExceeded(
-        f"The prompt has {num_tokens} tokens; the model's context of {max_model_len} tokens "
-        "must hold it and at least one output token.",
+        f"The prompt has {num_tokens} tokens; {max_model_len} fit here, "
+        "with at least one output token.",
         param=param,
         advice="Shorten the prompt.",
     )
@@ -106,7 +106,7 @@ def _max_tokens(
     if parsed.max_tokens > room:
         raise ContextLengthExceeded(
             f"The prompt's {prompt_len} tokens and max_tokens = {parsed.max_tokens} make "
-            f"{prompt_len + parsed.max_tokens}; the model's context holds {max_model_len}.",
+            f"{prompt_len + parsed.max_tokens} tokens; {max_model_len} fit here.",
             param="max_tokens",
         )
     return parsed.max_tokens

@@ -24,13 +24,15 @@ def serve(
     model: Annotated[
         str | None, typer.Argument(help="Alias, directory or hub id; default: see `model list`.")
     ] = None,
-    prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 0,
+    prefill: Annotated[
+        int, typer.Option(min=0, help="Prefill workers; with no workers named, 1 and 1 decode.")
+    ] = 0,
     decode: Annotated[int, typer.Option(min=0, help="Decode workers.")] = 0,
     mixed: Annotated[int, typer.Option(min=0, help="Workers that do both.")] = 0,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
     split: Annotated[
-        SplitMode, typer.Option(help="Whether prefill and decode go to separate workers.")
+        SplitMode, typer.Option(help="auto: prompts of up to 32 tokens stay on a decode worker.")
     ] = SplitMode.AUTO,
     exact: Annotated[
         bool, typer.Option("--exact", help="Same answer, bit for bit, however work is divided.")

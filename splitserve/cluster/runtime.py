@@ -74,6 +74,7 @@ class Runtime:
 
     async def start(self) -> None:
         """Listen, load, start workers, serve. On any failure everything is stopped again."""
+        self._require_memory()
         listener = self._listen()
         self.port: int = listener.getsockname()[1]
         try:
@@ -111,7 +112,7 @@ class Runtime:
                 self.app,
                 http=Protocol,
                 ws="none",
-                log_level="warning",
+                log_level="error",  # its warnings are of what strangers send
                 access_log=False,
                 server_header=False,
                 timeout_graceful_shutdown=2,
@@ -131,6 +132,8 @@ class Runtime:
             if num_ended:
                 self._say(f"{num_ended} answers were not finished in time and got an error")
         if self._server is not None and self._serving is not None:
+            # a request that the shutdown cuts off, half received, is no error of the server
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
             self._server.should_exit = True
             await asyncio.gather(self._serving, return_exceptions=True)
         if hasattr(self, "supervisor"):
@@ -151,6 +154,12 @@ class Runtime:
                 f"KV pool {num_tokens} tokens "
                 f"({self.num_blocks * self.kv_format.block_bytes / 2**20:.0f} MiB): "
                 f"{min(self.config.max_sequences, num_tokens // 1024)} sequences of 1,024 tokens"
+            )
+        pool_tokens = self.num_blocks * self.config.block_size
+        if pool_tokens < self.info.max_model_len:
+            lines.append(
+                f"a pool holds {pool_tokens} tokens, less than the model's context of "
+                f"{self.info.max_model_len}: longer requests are refused (--kv-memory)"
             )
         return lines
 
@@ -176,6 +185,17 @@ class Runtime:
                 "at least 2 are needed."
             )
         return num_blocks
+
+    def _require_memory(self) -> None:
+        """Refuse pools that can't be had before anything is loaded."""
+        needed = self.num_blocks * self.kv_format.block_bytes * len(self.config.roles)
+        available = available_memory_bytes()
+        if needed > available:
+            raise ConfigError(
+                f"{len(self.config.roles)} KV pools need {needed >> 20} MiB; "
+                f"{available >> 20} MiB are available.",
+                advice="Lower --kv-memory or the number of workers.",
+            )
 
     def _worker_specs(self) -> list[WorkerSpec]:
         config = self.config

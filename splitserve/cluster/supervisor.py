@@ -29,6 +29,8 @@ BACKOFF_FIRST_S = 0.2
 BACKOFF_MAX_S = 30.0
 STABLE_S = 30.0  # a worker that lived so long starts again without back-off
 WATCH_PERIOD_S = 1.0
+START_TRIES = 3
+_START_LOOK_S = 0.2
 
 
 @dataclass(slots=True)
@@ -77,16 +79,27 @@ class Supervisor:
             self._spawn(slot)
         limit_s = self._clock.now() + self._start_s
         while len(self._hub.workers) < len(self._slots):
-            left_s = limit_s - self._clock.now()
+            self._require_starting(limit_s)
             try:
-                await self._hub.wait_for_change(max(0.0, left_s))
+                await self._hub.wait_for_change(_START_LOOK_S)
             except TimeoutError:
-                missing = sorted(self._slots.keys() - self._hub.workers.keys())
-                raise NoWorker(
-                    f"Workers {', '.join(missing)} did not start within {self._start_s:g} s.",
-                    advice="Their messages are above.",
-                ) from None
+                continue
         self._watch = asyncio.create_task(self._watch_loop())
+
+    def _require_starting(self, limit_s: float) -> None:
+        """Raise if a worker keeps dying before its hello, or time is up."""
+        missing = sorted(self._slots.keys() - self._hub.workers.keys())
+        hopeless = [name for name in missing if self._slots[name].num_failures >= START_TRIES]
+        if hopeless:
+            raise NoWorker(
+                f"{', '.join(hopeless)} died {START_TRIES} times while starting.",
+                advice="Why is said above.",
+            )
+        if self._clock.now() > limit_s:
+            raise NoWorker(
+                f"Workers {', '.join(missing)} did not start within {self._start_s:g} s.",
+                advice="Their messages are above.",
+            )
 
     async def stop(self) -> None:
         """Terminate the workers, then the zygote; nothing is left running."""

@@ -69,7 +69,7 @@ class ZygoteClient:
         }
         with theirs:
             self._process = subprocess.Popen(  # noqa: ASYNC220 (from this thread: PDEATHSIG)
-                [sys.executable, "-c", _BOOT.format(fd=theirs.fileno())],
+                [sys.executable, "-m", "splitserve.worker.zygote", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env=environment,
                 start_new_session=True,  # the terminal's Ctrl-C is for the supervisor alone
@@ -157,13 +157,3 @@ class ZygoteClient:
             )
             return
         self._on_death(code)
-
-
-_BOOT = """
-import os, sys
-if {fd} != 3:
-    os.dup2({fd}, 3)
-    os.close({fd})
-from splitserve.worker.zygote import main
-sys.exit(main())
-"""

@@ -61,6 +61,8 @@ def resolve_model(
         return _default(progress, hub_timeout_s)
     if name in ALIASES:
         return _alias(name, progress, hub_timeout_s)
+    if not name:
+        raise ModelUnavailable("An empty name is no model.", advice=nearest(name))
     path = Path(name).expanduser()
     if path.is_dir():
         check_model_dir(path)

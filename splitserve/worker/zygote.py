@@ -1,7 +1,7 @@
 """The parent that workers are forked from: it imports and loads once, so that a restart is cheap.
 
-`python -m splitserve.worker.zygote` talks to its supervisor over one inherited socket (descriptor
-3, SOCK_SEQPACKET): first comes a ModelSpec, then a WorkerSpec per worker wanted; answers are the
+`python -m splitserve.worker.zygote FD` talks to its supervisor over one inherited socket (FD,
+SOCK_SEQPACKET): first comes a ModelSpec, then a WorkerSpec per worker wanted; answers are the
 FromZygote messages. It computes nothing with more than one thread before it forks: a forked OpenMP
 pool would hang. When the supervisor is gone, it and all its workers are killed by the kernel.
 """
@@ -33,9 +33,9 @@ from splitserve.worker.spec import (
     WorkerSpec,
 )
 
-_CONTROL_FD = 3
 _MAX_MESSAGE_BYTES = 1 << 16
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -43,6 +43,11 @@ def die_with_parent(parent_pid: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def name_process(name: str) -> None:
+    """What `ps -o comm` and `top` show; the kernel keeps 15 bytes."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
 def load_model(spec: ModelSpec) -> HostedModel:
@@ -114,6 +119,7 @@ class Zygote:
         status = 1
         try:
             die_with_parent(parent_pid)
+            name_process(f"ss-{spec.worker_id}")
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._control.close()
@@ -159,7 +165,8 @@ def main() -> int:
         level=os.environ.get("SPLITSERVE_LOG", "WARNING"),
         format="%(asctime)s %(process)d %(name)s %(levelname)s %(message)s",
     )
-    with socket.socket(fileno=_CONTROL_FD) as control:
+    name_process("ss-zygote")
+    with socket.socket(fileno=int(sys.argv[1])) as control:
         return Zygote(control).run()
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 
 from splitserve.cluster import rundir, supervisor
 from splitserve.cluster.supervisor import backoff_s
+from splitserve.model.tiny import make_tiny
 from tests.support.cluster import (
     HttpStream,
     Lab,
@@ -252,3 +255,21 @@ async def test_interrupted_while_loading(serve: type[Serve], signum: signal.Sign
     assert server.process.returncode == 0
     assert server.errors == ""
     assert server.left_behind() == []
+
+
+def test_layouts_that_can_not_work_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    for arguments, word in (
+        (
+            ["--mixed", "1", "--kv-memory", "100000G"]
+            + ["--max-sequences", "100000", "--max-batched-tokens", "100000"],
+            "available",
+        ),
+        (["--mixed", "1", "--split", "always"], "prefill and decode workers"),
+        (["--prefill", "1"], "decode"),
+        (["--prefill", "1", "--decode", "1", "--exact", "--decode-weights", "int8"], "exclude"),
+    ):
+        command = [sys.executable, "-m", "splitserve", "serve", str(make_tiny(tmp_path))]
+        done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2, done
+        assert word in done.stderr
+        assert len(done.stderr.splitlines()) == 1
