@@ -248,7 +248,7 @@ async def test_a_port_in_use_is_one_line_and_exit_code_2(serve: type[Serve]) -> 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 async def test_interrupted_while_loading(serve: type[Serve], signum: signal.Signals) -> None:
     server = serve()
-    await until(lambda: len(server.processes()) == 2, "zygote")
+    await until(server.zygotes, "zygote")
     server.freeze_zygote()
     server.process.send_signal(signum)
     await server.ended()

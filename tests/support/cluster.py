@@ -450,8 +450,18 @@ class Serve:
                     found.append(int(path.parent.name))
         return found
 
+    def zygotes(self) -> list[int]:
+        """The process that loads the model, once it runs its own program: frozen between fork and
+        exec it would hold up `serve`, which waits for the exec."""
+        found = []
+        for pid in self.processes():
+            with contextlib.suppress(OSError):
+                if b"splitserve.worker.zygote" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.append(pid)
+        return found
+
     def freeze_zygote(self) -> None:
-        (zygote,) = [pid for pid in self.processes() if pid != self.process.pid]
+        (zygote,) = self.zygotes()
         os.kill(zygote, signal.SIGSTOP)
 
     def sockets(self) -> list[str]:
