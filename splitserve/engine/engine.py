@@ -164,7 +164,6 @@ class Engine:
 
     def view(self) -> wire.View:
         scheduler = self.scheduler
-        counts = scheduler.pool.counts()
         waiting = (*scheduler.waiting, *scheduler.running)
         return wire.View(
             waiting=len(scheduler.waiting) + len(scheduler.fetch_queue),
@@ -172,7 +171,7 @@ class Engine:
             fetching=len(scheduler.fetching),
             free_blocks=scheduler.pool.num_available,
             leased_blocks=scheduler.pool.num_leased(),
-            quarantined_blocks=counts["quarantined"],
+            quarantined_blocks=scheduler.pool.num_quarantined,
             total_blocks=scheduler.pool.num_blocks,
             waiting_tokens=sum(x.num_remaining for x in waiting if not x.is_decoding),
             preemptions=scheduler.num_preemptions,

@@ -43,7 +43,7 @@ class BlockPool:
         self._free: deque[int] = deque(range(num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._quarantined: dict[int, float] = {}
-        self._num_leased_refs = 0
+        self._num_leased = 0
 
     # --- counts
 
@@ -58,7 +58,7 @@ class BlockPool:
 
     def num_leased(self) -> int:
         """Blocks pinned by leases, also those that sequences use at the same time."""
-        return sum(1 for refs in self._refs if refs[2]) if self._num_leased_refs else 0
+        return self._num_leased
 
     def counts(self) -> dict[str, int]:
         """Blocks by state; the values add up to `num_blocks`."""
@@ -104,8 +104,8 @@ class BlockPool:
         if refs[ref.value] <= 0:
             raise AssertionError(f"block {block} has no {ref.name} reference")
         refs[ref.value] -= 1
-        if ref is Ref.LEASED:
-            self._num_leased_refs -= 1
+        if ref is Ref.LEASED and refs[ref.value] == 0:
+            self._num_leased -= 1
         if any(refs):
             return
         if self._keys[block] is not None:
@@ -120,8 +120,8 @@ class BlockPool:
 
     def _add(self, block: int, ref: Ref) -> None:
         self._refs[block][ref.value] += 1
-        if ref is Ref.LEASED:
-            self._num_leased_refs += 1
+        if ref is Ref.LEASED and self._refs[block][ref.value] == 1:
+            self._num_leased += 1
 
     def _pop(self) -> int:
         if self._free:
@@ -193,4 +193,4 @@ class BlockPool:
             assert (key is not None) or block not in cached, f"cached block {block} has no key"
             assert key is None or self._index[key] == block, f"the index misses block {block}"
         assert len(self._index) == sum(key is not None for key in self._keys)
-        assert self._num_leased_refs == sum(refs[2] for refs in self._refs)
+        assert self._num_leased == sum(refs[2] > 0 for refs in self._refs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
 from pathlib import Path
@@ -115,6 +116,7 @@ async def test_random_cancels_leave_nothing(runner: str, tiny: Path, tmp_path: P
         assert lab.runtime.num_blocks == NUM_BLOCKS
         await fly_all(lab, 100, first=0, seed=1)  # until what is made once is made
         await lab.settle()
+        gc.collect()  # what earlier tests of this process left is closed now, not in between
         pids = [os.getpid(), *lab.runtime.supervisor.pids().values()]
         descriptors = [num_descriptors(pid) for pid in pids]
         resident = [resident_bytes(pid) for pid in pids]
