@@ -21,6 +21,7 @@ from splitserve.model.simd import kernel
 from splitserve.model.tiles import PANEL, make_tile
 
 _ROWS = 6
+EDGE = _ROWS * PANEL  # floats that a kernel needs to work in
 _MIN_WORK_FOR_THREADS = 8_000_000  # multiply-adds; below, waking threads costs more than they do
 
 Floats = npt.NDArray[np.float32]
@@ -61,29 +62,36 @@ _int1x4, _int2x2, _int1, _int2, _int4 = (
 )
 
 
-@kernel("void(float32[::1], float32[::1], float32[::1], int64, int64, int64, int64, int64)")
+@kernel(
+    "void(float32[::1], float32[::1], float32[::1], float32[::1], int64, int64, int64, int64,"
+    " int64)"
+)
 def multiply_panels(
     x: Floats,
     packed: Floats,
     out: Floats,
+    edge: Floats,
     num_rows: int,
     num_in: int,
     num_out: int,
     first: int,
     last: int,
 ) -> None:
-    """Columns of the panels [first, last) of out [num_rows, num_out]; all arrays flat."""
-    edge = np.empty(_ROWS * PANEL, np.float32)
+    """Columns of the panels [first, last) of out [num_rows, num_out]; all arrays flat.
+
+    edge: [EDGE] to work in.
+    """
+    ahead = num_in * PANEL  # the next panel, while rows pass over this one
     panel = first
     while panel < last:
         column = panel * PANEL
         weights = panel * num_in * PANEL
         if num_rows == 1 and panel + 4 <= last and column + 4 * PANEL <= num_out:
-            _tile1x4(x, 0, num_in, packed, weights, num_in, out, column, num_out)
+            _tile1x4(x, 0, num_in, packed, weights, num_in, out, column, num_out, 0)
             panel += 4
             continue
         if num_rows == 2 and panel + 2 <= last and column + 2 * PANEL <= num_out:
-            _tile2x2(x, 0, num_in, packed, weights, num_in, out, column, num_out)
+            _tile2x2(x, 0, num_in, packed, weights, num_in, out, column, num_out, 0)
             panel += 2
             continue
         panel += 1
@@ -94,17 +102,17 @@ def multiply_panels(
             target, at, step = (out, row * num_out + column, num_out) if whole else (edge, 0, PANEL)
             at_x = row * num_in
             if count == 6:
-                _tile6(x, at_x, num_in, packed, weights, num_in, target, at, step)
+                _tile6(x, at_x, num_in, packed, weights, num_in, target, at, step, ahead)
             elif count == 5:
-                _tile5(x, at_x, num_in, packed, weights, num_in, target, at, step)
+                _tile5(x, at_x, num_in, packed, weights, num_in, target, at, step, ahead)
             elif count == 4:
-                _tile4(x, at_x, num_in, packed, weights, num_in, target, at, step)
+                _tile4(x, at_x, num_in, packed, weights, num_in, target, at, step, ahead)
             elif count == 3:
-                _tile3(x, at_x, num_in, packed, weights, num_in, target, at, step)
+                _tile3(x, at_x, num_in, packed, weights, num_in, target, at, step, ahead)
             elif count == 2:
-                _tile2(x, at_x, num_in, packed, weights, num_in, target, at, step)
+                _tile2(x, at_x, num_in, packed, weights, num_in, target, at, step, ahead)
             else:
-                _tile1(x, at_x, num_in, packed, weights, num_in, target, at, step)
+                _tile1(x, at_x, num_in, packed, weights, num_in, target, at, step, ahead)
             if not whole:
                 for i in range(count):
                     for j in range(num_out - column):
@@ -113,21 +121,23 @@ def multiply_panels(
 
 
 @kernel(
-    "void(float32[::1], int8[::1], float32[::1], float32[::1], int64, int64, int64, int64, int64)"
+    "void(float32[::1], int8[::1], float32[::1], float32[::1], float32[::1], int64, int64, int64,"
+    " int64, int64)"
 )
 def multiply_int8_panels(
     x: Floats,
     levels: npt.NDArray[np.int8],
     scales: Floats,
     out: Floats,
+    tile: Floats,
     num_rows: int,
     num_in: int,
     num_out: int,
     first: int,
     last: int,
 ) -> None:
-    """The same with int8 weights; each output is scaled once, after its sum."""
-    tile = np.empty(4 * PANEL, np.float32)
+    """The same with int8 weights; each output is scaled once, after its sum. tile: [EDGE]."""
+    ahead = num_in * PANEL  # the next panel, while rows pass over this one
     panel = first
     while panel < last:
         column = panel * PANEL
@@ -142,15 +152,15 @@ def multiply_int8_panels(
             count = 4 if left >= 4 else 2 if left >= 2 else 1
             at = row * num_in
             if wide == 4:
-                _int1x4(x, at, num_in, levels, weights, num_in, tile, 0, 4 * PANEL)
+                _int1x4(x, at, num_in, levels, weights, num_in, tile, 0, 4 * PANEL, wide * ahead)
             elif wide == 2:
-                _int2x2(x, at, num_in, levels, weights, num_in, tile, 0, 2 * PANEL)
+                _int2x2(x, at, num_in, levels, weights, num_in, tile, 0, 2 * PANEL, ahead)
             elif count == 4:
-                _int4(x, at, num_in, levels, weights, num_in, tile, 0, PANEL)
+                _int4(x, at, num_in, levels, weights, num_in, tile, 0, PANEL, ahead)
             elif count == 2:
-                _int2(x, at, num_in, levels, weights, num_in, tile, 0, PANEL)
+                _int2(x, at, num_in, levels, weights, num_in, tile, 0, PANEL, ahead)
             else:
-                _int1(x, at, num_in, levels, weights, num_in, tile, 0, PANEL)
+                _int1(x, at, num_in, levels, weights, num_in, tile, 0, PANEL, ahead)
             for i in range(count):
                 for j in range(width):
                     value = tile[i * wide * PANEL + j] * scales[column + j]
@@ -163,8 +173,18 @@ def matmul_int8(x: Floats, levels: npt.NDArray[np.int8], scales: Floats, num_out
     """x [M, K] times quantized W [N, K], transposed: [M, N]."""
     num_rows, num_in = x.shape
     out = np.empty((num_rows, num_out), np.float32)
-    shape = (num_rows, num_in, num_out, 0, len(levels))
-    multiply_int8_panels(x.reshape(-1), levels.reshape(-1), scales, out.reshape(-1), *shape)
+    multiply_int8_panels(
+        x.reshape(-1),
+        levels.reshape(-1),
+        scales,
+        out.reshape(-1),
+        np.empty(EDGE, np.float32),
+        num_rows,
+        num_in,
+        num_out,
+        0,
+        len(levels),
+    )
     return out
 
 
@@ -177,9 +197,10 @@ def matmul(
     """
     num_rows, num_in = x.shape
     out = np.empty((num_rows, num_out), np.float32)
-    flat = (x.reshape(-1), packed.reshape(-1), out.reshape(-1), num_rows, num_in, num_out)
+    flat = (x.reshape(-1), packed.reshape(-1), out.reshape(-1))
+    shape = (num_rows, num_in, num_out)
     if parallel is not None and num_rows * num_in * num_out >= _MIN_WORK_FOR_THREADS:
-        parallel(*flat)
+        parallel(*flat, *shape)
     else:
-        multiply_panels(*flat, 0, len(packed))
+        multiply_panels(*flat, np.empty(EDGE, np.float32), *shape, 0, len(packed))
     return out

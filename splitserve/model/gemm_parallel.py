@@ -5,9 +5,10 @@ Import only after the fork: numba starts its threads when it loads this, and the
 
 from __future__ import annotations
 
+import numpy as np
 from numba import prange
 
-from splitserve.model.gemm import Floats, multiply_panels
+from splitserve.model.gemm import EDGE, Floats, multiply_panels
 from splitserve.model.simd import parallel_kernel
 from splitserve.model.tiles import PANEL
 
@@ -27,4 +28,5 @@ def multiply_parallel(
     for part in prange(num_parts):
         first = num_panels * part // num_parts
         last = num_panels * (part + 1) // num_parts
-        multiply_panels(x, packed, out, num_rows, num_in, num_out, first, last)
+        edge = np.empty(EDGE, np.float32)
+        multiply_panels(x, packed, out, edge, num_rows, num_in, num_out, first, last)

@@ -26,6 +26,7 @@ from splitserve.model.simd import inlined, kernel
 
 GRANULE = 16
 _TILE = 8
+_LINE = 16  # floats in a cache line
 _NEGATIVE_INFINITY = np.float32(-np.inf)
 _NO_WINDOW = int(np.iinfo(np.int32).max)
 
@@ -181,12 +182,14 @@ def _granule(
 
 
 @kernel(
-    "void(float32[:,:,::1], float32[:,:,:,:,:,::1], int64, int32[:,::1], int32[::1], int32[::1],"
-    " float32, int64, float32, float32[::1], int64, int64, float32[:,:,::1])"
+    "void(float32[:,:,::1], float32[:,:,:,:,:,::1], float32[::1], int64, int32[:,::1], int32[::1],"
+    " int32[::1], float32, int64, float32, float32[::1], int64, int64, float32[:,:,::1],"
+    " float32[::1], float32[::1], float32[::1], float32[::1], float32[::1])"
 )
-def attend_range(
+def _attend(
     query: Floats,
     pool: Floats,
+    flat_pool: Floats,
     layer: int,
     block_tables: Ints,
     sequence: Ints,
@@ -198,22 +201,17 @@ def attend_range(
     first: int,
     last: int,
     out: Floats,
+    rows: Floats,
+    total: Floats,
+    maximum: Floats,
+    weight_sum: Floats,
+    weights: Floats,
 ) -> None:
-    """`paged_attention` for the tokens [first, last), into rows of `out`.
-
-    window, softcap, sinks: as `variant_arguments` makes them.
-    """
+    """`attend_range` with room to work in."""
     heads, dim = query.shape[1], query.shape[2]
     num_layers, kv_heads, block_size = pool.shape[1], pool.shape[3], pool.shape[4]
     group = heads // kv_heads
     plane = block_size * dim
-    flat_pool = pool.reshape(-1)
-    rows = np.empty(_TILE * group * dim, np.float32)
-    total = np.empty(_TILE * group * dim, np.float32)
-    maximum = np.empty(_TILE * group, np.float32)
-    weight_sum = np.empty(_TILE * group * 8, np.float32)
-    weights = np.empty(GRANULE, np.float32)
-
     t = first
     while t < last:
         if sequence[t] < 0:
@@ -248,6 +246,14 @@ def attend_range(
                 k = ((block * num_layers + layer) * 2 * kv_heads + kv_head) * plane
                 k += (start % block_size) * dim
                 v = k + kv_heads * plane
+                if start + GRANULE < end:
+                    following = start + GRANULE
+                    block = np.int64(block_tables[sequence[t], following // block_size])
+                    later = ((block * num_layers + layer) * 2 * kv_heads + kv_head) * plane
+                    later += (following % block_size) * dim
+                    for line in range(0, GRANULE * dim, _LINE):
+                        simd.prefetch(flat_pool, later + line)
+                        simd.prefetch(flat_pool, later + kv_heads * plane + line)
                 for i in range(tile):
                     count = min(GRANULE, position[t] + i + 1 - start)
                     skip = position[t] + i - window + 1 - start
@@ -276,6 +282,50 @@ def attend_range(
                     for d in range(dim):
                         out[t + i, kv_head * group + g, d] = total[row * dim + d] / divisor
         t += tile
+
+
+def attend_range(
+    query: Floats,
+    pool: Floats,
+    layer: int,
+    block_tables: Ints,
+    sequence: Ints,
+    position: Ints,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Floats,
+    first: int,
+    last: int,
+    out: Floats,
+) -> None:
+    """`paged_attention` for the tokens [first, last), into rows of `out`.
+
+    window, softcap, sinks: as `variant_arguments` makes them.
+    """
+    num_rows = _TILE * (query.shape[1] // pool.shape[3])
+    width = query.shape[2]
+    _attend(
+        query,
+        pool,
+        pool.reshape(-1),
+        layer,
+        block_tables,
+        sequence,
+        position,
+        scale,
+        window,
+        softcap,
+        sinks,
+        first,
+        last,
+        out,
+        np.empty(num_rows * width, np.float32),
+        np.empty(num_rows * width, np.float32),
+        np.empty(num_rows, np.float32),
+        np.empty(num_rows * 8, np.float32),
+        np.empty(GRANULE, np.float32),
+    )
 
 
 def variant_arguments(

@@ -10,7 +10,7 @@ import torch
 
 from splitserve.model import gemm
 
-INT8_MAX_ROWS = 16
+INT8_MAX_ROWS = 8
 """Above, a step is bound by arithmetic, not by reading weights: float32 is as fast, and better."""
 
 

@@ -13,21 +13,28 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from splitserve.model.simd import LANES, fma_vectors, splat_vector, vector_type
+from splitserve.model.simd import (
+    LANES,
+    fma_vectors,
+    prefetch_address,
+    splat_vector,
+    vector_type,
+)
 
 PANEL = 16
 _VECTORS = PANEL // LANES
 
 
 def make_tile(rows: int, panels: int = 1, *, int8: bool = False):
-    """An intrinsic tile(x, x_at, x_step, packed, packed_at, num_in, out, out_at, out_step).
+    """An intrinsic tile(x, x_at, x_step, packed, packed_at, num_in, out, out_at, out_step, ahead).
 
     x, packed and out are flat; _at is where the tile begins, _step from row to row. Outputs of
     adjacent panels lie side by side. With int8 the weights are levels, and out lacks their scales.
+    ahead: how many weights on from those in use to ask memory for.
     """
 
     @intrinsic
-    def tile(typingctx, x, x_at, x_step, packed, packed_at, num_in, out, out_at, out_step):
+    def tile(typingctx, x, x_at, x_step, packed, packed_at, num_in, out, out_at, out_step, ahead):
         def codegen(context, builder, signature, args):
             kinds = signature.args
 
@@ -54,6 +61,7 @@ def make_tile(rows: int, panels: int = 1, *, int8: bool = False):
             x_rows = [at(x_base, builder.mul(args[2], index(row))) for row in range(rows)]
             panel_step = builder.mul(args[5], index(PANEL))
             bases = [at(packed_base, builder.mul(panel_step, index(one))) for one in range(panels)]
+            byte = ir.IntType(8).as_pointer()
             zero = ir.Constant(vector_type(), [0.0] * LANES)
             sums = [
                 [cgutils.alloca_once(builder, vector_type()) for _ in range(panels * _VECTORS)]
@@ -69,6 +77,9 @@ def make_tile(rows: int, panels: int = 1, *, int8: bool = False):
                     for base in bases
                     for v in range(_VECTORS)
                 ]
+                for base in bases:
+                    later = at(base, builder.add(start, args[9]))
+                    prefetch_address(builder, builder.bitcast(later, byte))
                 for x_row, row in zip(x_rows, sums, strict=True):
                     one = splat_vector(builder, builder.load(at(x_row, loop.index)))
                     for weight, slot in zip(weights, row, strict=True):
@@ -82,6 +93,6 @@ def make_tile(rows: int, panels: int = 1, *, int8: bool = False):
             return context.get_dummy_value()
 
         i = types.intp
-        return types.void(x, i, i, packed, i, i, out, i, i), codegen
+        return types.void(x, i, i, packed, i, i, out, i, i, i), codegen
 
     return tile
