@@ -8,7 +8,10 @@ import msgspec
 
 from splitserve.errors import ConfigError
 from splitserve.faults import Faults
+from splitserve.kv.format import DTYPE_BYTES
 from splitserve.wire import Role
+
+DEVICES = ("cpu", "cuda", "mps")
 
 
 class SplitMode(enum.StrEnum):
@@ -80,6 +83,8 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     exact: bool = False
     chunked_prefill: bool = True
     prefix_cache: bool = True
+    device: str = "cpu"  # or cuda, mps
+    dtype: str = "float32"  # or bfloat16, float16: of weights, arithmetic and KV
     decode_weights: str = "float32"  # or int8, for decode workers only
     kv_memory_bytes: int | None = 1 << 30  # per worker; None: a share of what is free
     block_size: int = 16
@@ -104,12 +109,17 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 "Prefill workers need decode workers and the other way round.",
                 advice="Give both --prefill and --decode, or --mixed.",
             )
+        require_computable(self.device, self.dtype, self.exact)
         if self.decode_weights not in ("float32", "int8"):
             raise ConfigError(f"Decode weights are float32 or int8, not {self.decode_weights!r}.")
         if self.decode_weights == "int8" and self.exact:
             raise ConfigError(
                 "Exact mode and int8 weights exclude each other.",
                 advice="Decode workers would compute other numbers than prefill workers.",
+            )
+        if self.decode_weights == "int8" and not is_kernels(self.device, self.dtype):
+            raise ConfigError(
+                f"int8 weights are for float32 on the CPU, not for {self.dtype} on {self.device}."
             )
         if self.decode_weights == "int8" and not self.num_decode:
             raise ConfigError("int8 weights are for decode workers; there are none.")
@@ -135,6 +145,24 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             (Role.MIXED, self.num_mixed),
         )
         return [(f"{role.value}-{i}", role) for role, num in counts for i in range(num)]
+
+
+def is_kernels(device: str, dtype: str) -> bool:
+    """Whether our own kernels compute; torch does on other devices and in other dtypes."""
+    return (device, dtype) == ("cpu", "float32")
+
+
+def require_computable(device: str, dtype: str, exact: bool) -> None:
+    """Raise ConfigError if there is no such device or dtype, or no exact mode with them."""
+    if device not in DEVICES:
+        raise ConfigError(f"The device is one of {', '.join(DEVICES)}, not {device!r}.")
+    if dtype not in DTYPE_BYTES:
+        raise ConfigError(f"The dtype is one of {', '.join(DTYPE_BYTES)}, not {dtype!r}.")
+    if exact and not is_kernels(device, dtype):
+        raise ConfigError(
+            f"Exact mode is for float32 on the CPU, not for {dtype} on {device}.",
+            advice="torch promises no order of its sums.",
+        )
 
 
 def parse_bytes(text: str) -> int | None:

@@ -20,12 +20,14 @@ import msgspec
 
 from splitserve import wire
 from splitserve.clock import MonotonicClock
+from splitserve.config import require_computable
 from splitserve.connector.local import make_local
 from splitserve.engine.engine import Engine
 from splitserve.engine.scheduler import Scheduler, SchedulerConfig
 from splitserve.errors import ContextLengthExceeded, InvalidValue, WorkerFault
 from splitserve.kv.lease import LeaseTable
 from splitserve.kv.pool import BlockPool
+from splitserve.model.device import require_device
 from splitserve.model.fetch import resolve_model
 from splitserve.sampling import Logprobs, Sampling
 from splitserve.text.detokenizer import Detokenizer, DetokenizerFactory
@@ -80,18 +82,22 @@ class LLM:
         model: str | None = None,
         *,
         exact: bool = False,
+        device: str = "cpu",
+        dtype: str = "float32",
         kv_memory_bytes: int = 1 << 30,
         num_threads: int | None = None,
         max_batched_tokens: int = 256,
         max_sequences: int = 64,
     ) -> None:
-        """model: alias, directory or hub id. Raises ModelUnavailable, UnsupportedModel,
-        ConfigError."""
+        """model: alias, directory or hub id. device: cpu, cuda or mps. dtype: float32, bfloat16
+        or float16. Raises ModelUnavailable, UnsupportedModel, ConfigError."""
         from splitserve.model import loader
         from splitserve.model.runner import TorchRunner
 
+        require_computable(device, dtype, exact)
+        require_device(device)
         path = resolve_model(model, lambda line: None).path
-        loaded = loader.load(path)
+        loaded = loader.load(path, dtype, by_torch=device != "cpu").on(device)
         self._info = loaded.info
         self._tokenizer = Tokenizer.load(path)
         self._template = ChatTemplate.load(path)

@@ -15,6 +15,7 @@ from rich.console import Console
 from splitserve.cluster.runtime import Runtime
 from splitserve.config import Deadlines, GatewayConfig, ServeConfig, SplitMode, parse_bytes
 from splitserve.errors import ConfigError, SplitserveError
+from splitserve.model.device import require_device
 from splitserve.model.fetch import ResolvedModel, resolve_model
 
 console = Console(highlight=False, soft_wrap=True)
@@ -41,6 +42,14 @@ def serve(
         bool, typer.Option(help="Cut prompts to fit beside decodes; else prompts go first, whole.")
     ] = True,
     prefix_cache: Annotated[bool, typer.Option(help="Reuse KV of equal prefixes.")] = True,
+    device: Annotated[str, typer.Option(help="cpu, cuda or mps: where workers compute.")] = "cpu",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="float32, bfloat16 or float16: of weights, arithmetic and KV. On a CPU without "
+            "instructions for the others (AVX2) float32 is the fastest, by far."
+        ),
+    ] = "float32",
     decode_weights: Annotated[
         str, typer.Option(help="float32, or int8: decode workers read a quarter; not exact.")
     ] = "float32",
@@ -74,6 +83,8 @@ def serve(
             exact=exact,
             chunked_prefill=chunked_prefill,
             prefix_cache=prefix_cache,
+            device=device,
+            dtype=dtype,
             decode_weights=decode_weights,
             kv_memory_bytes=parse_bytes(kv_memory),
             max_batched_tokens=max_batched_tokens,
@@ -87,6 +98,7 @@ def serve(
                 deadlines=Deadlines().with_overrides(deadline or []),
             ),
         )
+        require_device(device)
         resolved = resolve_model(model, console.print)
         sys.exit(uvloop.run(_serve(config, resolved)))
     except SplitserveError as error:

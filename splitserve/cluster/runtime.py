@@ -95,6 +95,8 @@ class Runtime:
                 self.config.runner,
                 self.config.simulated_step_s,
                 self.config.simulated_token_s,
+                device=self.config.device,
+                dtype=self.config.dtype,
                 quantize=self.config.decode_weights == "int8",
             ),
             self._worker_specs(),
@@ -149,9 +151,10 @@ class Runtime:
         for spec in self._worker_specs():
             cores = ",".join(map(str, spec.cores))
             num_tokens = self.num_blocks * self.config.block_size
+            on = "" if self.config.device == "cpu" else f" on {self.config.device}"
             lines.append(
-                f"{spec.worker_id}: cores {cores}, {spec.num_threads} thread(s), {spec.weights}, "
-                f"KV pool {num_tokens} tokens "
+                f"{spec.worker_id}: cores {cores}, {spec.num_threads} thread(s), "
+                f"{spec.weights}{on}, KV pool {num_tokens} tokens "
                 f"({self.num_blocks * self.kv_format.block_bytes / 2**20:.0f} MiB): "
                 f"{min(self.config.max_sequences, num_tokens // 1024)} sequences of 1,024 tokens"
             )
@@ -168,7 +171,7 @@ class Runtime:
     def _kv_format(self) -> KVFormat:
         if self.config.runner == "simulated":
             return simulated_format(self.config.block_size)
-        return self.info.kv_format(self.config.block_size)
+        return self.info.kv_format(self.config.block_size, self.config.dtype)
 
     def _num_blocks(self) -> int:
         """Blocks per worker: what the memory holds, but no more than all sequences could fill."""
@@ -218,7 +221,7 @@ class Runtime:
                 lease_term_s=config.lease_term_s,
                 digests=config.digests,
                 faults=config.faults,
-                weights=config.decode_weights if role is Role.DECODE else "float32",
+                weights=_weights(config, role),
             )
             for (worker_id, role), share in zip(config.roles, shares, strict=True)
         ]
@@ -256,6 +259,11 @@ class Runtime:
         listener.listen(2048)
         listener.setblocking(False)
         return listener
+
+
+def _weights(config: ServeConfig, role: Role) -> str:
+    is_int8 = config.decode_weights == "int8" and role is Role.DECODE
+    return "int8" if is_int8 else config.dtype
 
 
 class _Server(uvicorn.Server):

@@ -12,7 +12,13 @@ from collections.abc import Callable
 
 import msgspec
 
-from splitserve.errors import ModelUnavailable, NoWorker, SplitserveError, UnsupportedModel
+from splitserve.errors import (
+    ConfigError,
+    ModelUnavailable,
+    NoWorker,
+    SplitserveError,
+    UnsupportedModel,
+)
 from splitserve.worker.spec import (
     Exited,
     FromZygote,
@@ -29,6 +35,7 @@ _MAX_MESSAGE_BYTES = 1 << 16
 _PRELOAD_ERRORS: dict[str, type[SplitserveError]] = {
     UnsupportedModel.code: UnsupportedModel,
     ModelUnavailable.code: ModelUnavailable,
+    ConfigError.code: ConfigError,
 }
 
 
@@ -63,6 +70,8 @@ class ZygoteClient:
             "SPLITSERVE_SUPERVISOR_PID": str(os.getpid()),
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
+            # let torch count devices through NVML: once it has asked CUDA itself, no fork may
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
             # threads that spin at each barrier stop each other where cores are shared: a prefill
             # of 256 tokens on two busy cores takes 8 s instead of 1.8
             "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from splitserve.kv.lease import Lease
 from splitserve.sampling import Sampling
@@ -30,11 +31,15 @@ class HandoffState:
 
 @dataclass(frozen=True, slots=True)
 class SealDone:
-    """Digests of a lease's blocks are ready: xxh3-128 of each, or none in mode `lease`."""
+    """Digests of a lease's blocks are ready: xxh3-128 of each, or none in mode `lease`.
+
+    With a `reason` the blocks can't be offered, and it says why.
+    """
 
     lease_id: str
     digests: list[bytes]
     seconds: float
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,19 @@ class FetchDone:
     reason: str = ""
 
 
+class Staging(Protocol):
+    """A pool whose blocks live on a device: the segment that peers read is only where they pass.
+
+    The worker side calls both, from its own threads; the copy has happened when they return.
+    """
+
+    def to_host(self, block_ids: Sequence[int]) -> None:
+        """Once per prefill leg, when its blocks are leased and before they are digested."""
+
+    def to_device(self, block_ids: Sequence[int]) -> None:
+        """Once per fetch, when its blocks are proved and before its `FetchDone`."""
+
+
 class SchedulerSide(abc.ABC):
     """Decides. Called by the engine thread, between steps; must not block."""
 
@@ -82,7 +100,8 @@ class WorkerSide(abc.ABC):
 
     @abc.abstractmethod
     def start_seal(self, lease: Lease) -> None:
-        """Once per prefill leg, when its blocks are leased: begin to digest them."""
+        """Once per prefill leg, when its blocks are leased: begin to digest them, after they
+        were brought to the host. Its `SealDone` always comes."""
 
     @abc.abstractmethod
     def start_fetch(self, job: FetchJob) -> None:

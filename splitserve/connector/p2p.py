@@ -25,6 +25,7 @@ from splitserve.connector.base import (
     HandoffState,
     SchedulerSide,
     SealDone,
+    Staging,
     Wake,
     WorkerSide,
 )
@@ -137,6 +138,7 @@ class P2PWorker(WorkerSide):
         clock: Clock,
         wake: Wake,
         faults: Faults | None = None,
+        staging: Staging | None = None,
     ) -> None:
         self._config = config
         self._transport = transport
@@ -145,6 +147,7 @@ class P2PWorker(WorkerSide):
         self._clock = clock
         self._wake = wake
         self._faults = faults or Faults()
+        self._staging = staging
         self._done: queue.SimpleQueue[SealDone | FetchDone] = queue.SimpleQueue()
         self._cancelled: dict[str, threading.Event] = {}
         self._peers: dict[tuple[str, str], _Peer] = {}  # only the copying thread's
@@ -202,9 +205,16 @@ class P2PWorker(WorkerSide):
         start = self._clock.now()
         self._faults.hit("seal", self._closing)
         digests: list[bytes] = []
-        if self._config.digests == "full":
-            digests = [xxhash.xxh3_128_digest(self._segment.blocks[b]) for b in lease.blocks]
-        self._report(SealDone(lease.lease_id, digests, self._clock.now() - start))
+        reason = ""
+        try:
+            if self._staging is not None:
+                self._staging.to_host(lease.blocks)
+            if self._config.digests == "full":
+                digests = [xxhash.xxh3_128_digest(self._segment.blocks[b]) for b in lease.blocks]
+        except Exception as error:
+            log.exception("seal of %s", lease.lease_id)
+            reason = f"The blocks could not be brought to the host: {error!r}"
+        self._report(SealDone(lease.lease_id, digests, self._clock.now() - start, reason))
 
     # --- the copying thread
 
@@ -213,6 +223,8 @@ class P2PWorker(WorkerSide):
         report = functools.partial(FetchDone, job.request_id)
         try:
             proof = self._copy(job, cancelled)
+            if self._staging is not None:
+                self._staging.to_device(job.target)
             num_bytes = len(job.target) * self._config.kv_format.block_bytes
             self._report(report(proof, self._clock.now() - start, num_bytes))
         except SplitserveError as error:
@@ -340,8 +352,9 @@ def make_p2p(
     clock: Clock,
     wake: Wake,
     faults: Faults | None = None,
+    staging: Staging | None = None,
 ) -> Connector:
     """The connector `p2p` over one transport."""
     scheduler = P2PScheduler(config, transport.name, clock)
-    worker = P2PWorker(config, transport, segment, leases, clock, wake, faults)
+    worker = P2PWorker(config, transport, segment, leases, clock, wake, faults, staging)
     return Connector("p2p", scheduler, worker)

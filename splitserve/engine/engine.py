@@ -264,6 +264,10 @@ class Engine:
         lease, sequence = self._unsealed.pop(event.lease_id)
         if lease.ended is LeaseEnd.RELEASED:
             return
+        if event.reason:
+            self.scheduler.leases.release(lease.lease_id)
+            self._end(sequence.request_id, "error", TransferFailed.code, event.reason)
+            return
         if not self.scheduler.leases.renew(lease.lease_id, self.clock.now()):
             late = "The lease expired before its digests were computed."
             self._end(sequence.request_id, "error", TransferFailed.code, late)

@@ -21,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from splitserve.errors import UnsupportedModel
 from splitserve.model.kernels import attend_range, variant_arguments, write_kv
+from splitserve.model.tensor_attention import TensorStep
 
 NAME = "splitserve_paged"
 NAME_CHECKED = "splitserve_paged_checked"
@@ -74,11 +75,13 @@ class Run:
 class PagedStep:
     """Where the packed tokens of one forward pass live in the pool.
 
-    pool: float32 [blocks, layers, 2, kv heads, block size, D].
+    pool: float32 [blocks, layers, 2, kv heads, block size, D]; of no blocks if `tensors` has them.
     slots: int64 [T], block x block size + slot; negative for padding.
     sequence: int32 [T], the row of block_tables; negative for padding. position: int32 [T].
     parts: row ranges to attend to one by one, or on an executor's threads, by the paged kernel.
     runs: row ranges for torch's attention instead; none in exact mode.
+    tensors: the step for a pool that is a torch tensor, of any dtype, on any device; it attends
+        instead of the kernels.
     observe: is told of each layer and of the window in its mask; only at loading.
     layers_seen: how often attention was called, which must end up as the number of layers.
     """
@@ -92,6 +95,7 @@ class PagedStep:
     runs: list[Run]
     threads: Executor | None
     max_model_len: int
+    tensors: TensorStep | None = None
     observe: Callable[[Layer, int | None], None] | None = None
     layers_seen: int = 0
 
@@ -104,7 +108,7 @@ class _Variant:
     scale: float
     window: int | None
     softcap: float | None
-    sinks: npt.NDArray[np.float32] | None
+    sinks: torch.Tensor | None
 
 
 def register() -> None:
@@ -149,17 +153,44 @@ def attend(
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         window=sliding_window if has_window else None,
         softcap=softcap or None,
-        sinks=None if s_aux is None else s_aux.detach().numpy(),
+        sinks=None if s_aux is None else s_aux.detach(),
     )
     if paged.observe is not None:
         seen = None if attention_mask is None else int(attention_mask)
         paged.observe(_described(module, variant, key, value), seen)
     value_width = value.shape[-1]
     query, key, value = (_filled_up(one, paged.pool.shape[-1]) for one in (query, key, value))
+    if paged.tensors is not None:
+        result = _attend_tensors(paged.tensors, query, key, value, variant)
+    else:
+        result = _attend_kernels(paged, query, key, value, variant)
+    paged.layers_seen += 1
+    return result[..., :value_width], None
+
+
+def _attend_tensors(
+    step: TensorStep,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    variant: _Variant,
+) -> torch.Tensor:
+    how = variant.layer, variant.scale, variant.window, variant.softcap, variant.sinks
+    return step.attend(query, key, value, *how)
+
+
+def _attend_kernels(
+    paged: PagedStep,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    variant: _Variant,
+) -> torch.Tensor:
+    """The paged kernel, and torch's attention where a sequence has many rows."""
     packed_query, packed_key, packed_value = (
         one[0].transpose(0, 1).contiguous().numpy() for one in (query, key, value)
     )
-    write_kv(packed_key, packed_value, paged.pool, layer, paged.slots)
+    write_kv(packed_key, packed_value, paged.pool, variant.layer, paged.slots)
     out = np.empty_like(packed_query)
     runs = paged.runs if variant.softcap is None and variant.sinks is None else []
     parts = paged.parts if runs else paged.parts + [(run.first, run.last) for run in paged.runs]
@@ -167,8 +198,7 @@ def attend(
     result = torch.from_numpy(out).unsqueeze(0)
     for run in runs:
         result[0, run.first : run.last] = _attend_run(paged, run, query, key, value, variant)
-    paged.layers_seen += 1
-    return result[..., :value_width], None
+    return result
 
 
 def _attend_paged(
@@ -178,7 +208,8 @@ def _attend_paged(
     parts: list[tuple[int, int]],
     out: npt.NDArray[np.float32],
 ) -> None:
-    extra = variant_arguments(variant.window, variant.softcap, variant.sinks)
+    sinks = None if variant.sinks is None else variant.sinks.numpy()
+    extra = variant_arguments(variant.window, variant.softcap, sinks)
 
     def part(bounds: tuple[int, int]) -> None:
         attend_range(
@@ -282,7 +313,8 @@ def _require_fit(
         asked.append(f"{key.shape[1]} KV heads where {kv_heads} were expected")
     if key.shape[2] != query.shape[2]:
         asked.append(f"KV of {key.shape[2]} tokens for {query.shape[2]}")
-    if query.dtype != torch.float32:
+    expected = torch.float32 if paged.tensors is None else paged.tensors.pool.dtype
+    if query.dtype != expected:
         asked.append(f"computing in {query.dtype}")
     if asked:
         raise UnsupportedModel(

@@ -16,7 +16,9 @@ from splitserve.engine.step import PlanItem, StepPlan
 from splitserve.errors import ConfigError, WorkerFault
 from splitserve.kv.format import KVFormat
 from splitserve.model.attention import Layer, PagedStep, Run
+from splitserve.model.device_pool import DevicePool
 from splitserve.model.kernels import GRANULE
+from splitserve.model.tensor_attention import TensorStep
 
 if TYPE_CHECKING:  # the loader tries a model out with a Forward
     from splitserve.model.loader import LoadedModel
@@ -45,8 +47,9 @@ class Forward:
         observe: Callable[[Layer, int | None], None] | None = None,
     ) -> None:
         self.loaded = loaded
-        self.kv_format = loaded.info.kv_format(block_size)
-        self.pool = pool_view(blocks, self.kv_format)
+        self.kv_format = loaded.kv_format(block_size)
+        self.pool, self.device_pool = _pools(loaded, blocks, self.kv_format)
+        self._num_blocks = len(blocks)
         self.min_rows = min_rows
         self._torch_attention = torch_attention and all(one.is_plain for one in loaded.layers)
         self._observe = observe
@@ -62,11 +65,12 @@ class Forward:
         ends = np.cumsum([len(item.token_ids) for item in items])
         wanted = [int(end) - 1 for end, item in zip(ends, items, strict=True) if item.draw]
         kept = wanted + [0] * max(0, self.min_rows - len(wanted)) if wanted else []
-        picked = torch.tensor(kept, dtype=torch.long)
+        device = self.loaded.device
+        picked = torch.tensor(kept, dtype=torch.long, device=device)
         with torch.inference_mode():
             output = self.loaded.module(
-                input_ids=torch.from_numpy(tokens)[None],
-                position_ids=torch.from_numpy(positions)[None],
+                input_ids=torch.from_numpy(tokens)[None].to(device),
+                position_ids=torch.from_numpy(positions)[None].to(device),
                 use_cache=False,
                 paged=step,
                 **({"logits_to_keep": picked} if self._picks_logits else {}),
@@ -76,7 +80,7 @@ class Forward:
                 f"{step.layers_seen} of {self.kv_format.num_layers} layers used the KV pool."
             )
         logits = output.logits[0] if self._picks_logits else output.logits[0, picked]
-        rows: npt.NDArray[np.float32] = logits[: len(wanted)].numpy()
+        rows: npt.NDArray[np.float32] = logits[: len(wanted)].float().cpu().numpy()
         return rows
 
     def _pack(
@@ -92,7 +96,7 @@ class Forward:
         slots = np.full(rows, -1, np.int64)
         tables = np.zeros((len(items), max(len(item.block_ids) for item in items)), np.int32)
         size = self.kv_format.block_size
-        runs, first = [], 0
+        runs, bounds, first = [], [], 0
         for i, item in enumerate(items):
             self._check(item)
             last = first + len(item.token_ids)
@@ -104,17 +108,23 @@ class Forward:
             slots[first:last] = tables[i, where // size].astype(np.int64) * size + where % size
             if self._torch_attention and last - first >= _TORCH_ATTENTION_FROM:
                 runs.append(Run(first, last, item.start, tables[i, : -(-end // size)]))
+            bounds.append((first, last))
             first = last
+        position = positions.astype(np.int32)
+        tensors = None
+        if self.device_pool is not None:
+            tensors = TensorStep(self.device_pool.tensor, slots, tables, position, bounds)
         step = PagedStep(
             pool=self.pool,
             slots=slots,
             block_tables=tables,
             sequence=sequence,
-            position=positions.astype(np.int32),
+            position=position,
             parts=self._parts(positions, runs),
             runs=runs,
             threads=self._threads,
             max_model_len=self.loaded.info.max_model_len,
+            tensors=tensors,
             observe=self._observe,
         )
         return step, tokens, positions
@@ -126,7 +136,7 @@ class Forward:
             raise WorkerFault(
                 f"Request {item.request_id}: {len(blocks)} blocks for positions up to {end}."
             )
-        if not 0 <= min(blocks) <= max(blocks) < self.pool.shape[0]:
+        if not 0 <= min(blocks) <= max(blocks) < self._num_blocks:
             raise WorkerFault(f"Request {item.request_id} names a block outside the pool.")
         if not 0 <= min(item.token_ids) <= max(item.token_ids) < self.loaded.info.vocab_size:
             raise WorkerFault(f"Request {item.request_id} has a token outside the vocabulary.")
@@ -145,11 +155,26 @@ class Forward:
 def pool_view(blocks: npt.NDArray[np.uint8], kv_format: KVFormat) -> npt.NDArray[np.float32]:
     """The pool as float32 [blocks, layers, 2, kv heads, block size, D], sharing its memory."""
     if kv_format.dtype != "float32":
-        raise ConfigError(f"A pool of {kv_format.dtype} can't be used on a CPU: only float32.")
+        raise ConfigError(f"The kernels' pool is float32, not {kv_format.dtype}.")
+    _require_fit(blocks, kv_format)
+    return blocks.view(np.float32).reshape(-1, *kv_format.block_shape)
+
+
+def _pools(
+    loaded: LoadedModel, blocks: npt.NDArray[np.uint8], kv_format: KVFormat
+) -> tuple[npt.NDArray[np.float32], DevicePool | None]:
+    """The pool for the kernels, and the one for torch; the first has no blocks if there is one."""
+    if not loaded.by_torch:
+        return pool_view(blocks, kv_format), None
+    _require_fit(blocks, kv_format)
+    none = np.empty((0, *kv_format.block_shape), np.float32)
+    return none, DevicePool(blocks, kv_format, loaded.device)
+
+
+def _require_fit(blocks: npt.NDArray[np.uint8], kv_format: KVFormat) -> None:
     if kv_format.block_size % GRANULE:
         raise ConfigError(f"The block size must be a multiple of {GRANULE}.")
     if blocks.ndim != 2 or blocks.shape[1] != kv_format.block_bytes:
         raise ConfigError(
             f"Blocks have {blocks.shape[1:]} bytes where the format needs {kv_format.block_bytes}."
         )
-    return blocks.view(np.float32).reshape(-1, *kv_format.block_shape)

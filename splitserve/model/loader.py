@@ -17,6 +17,7 @@ from splitserve.model import attention, selfcheck
 from splitserve.model.attention import Layer
 from splitserve.model.info import ModelInfo, describe
 from splitserve.model.linear import Packing, pack_linears
+from splitserve.model.selfcheck import Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,10 @@ class LoadedModel:
     info: ModelInfo
     packing: Packing  # of the module's linear layers
     layers: tuple[Layer, ...] = ()  # as registered by the self-check
+    dtype: str = "float32"
+    device: str = "cpu"
+    by_torch: bool = False  # linear layers and attention by torch, not by our kernels
+    expected: Floats | None = None  # of the self-check, kept for devices
 
     @property
     def identity(self) -> ModelIdentity:
@@ -45,25 +50,40 @@ class LoadedModel:
         return self.info.eos_ids
 
     def kv_format(self, block_size: int) -> KVFormat:
-        return self.info.kv_format(block_size)
+        return self.info.kv_format(block_size, self.dtype)
+
+    def on(self, device: str) -> LoadedModel:
+        """The same model, its weights moved to the device and checked there.
+
+        After the fork, never before it. Raises UnsupportedModel if the device's logits differ from
+        those that the CPU gave when the model was loaded.
+        """
+        if device == self.device:
+            return self
+        assert self.by_torch
+        assert self.expected is not None
+        self.module.to(device)
+        moved = replace(self, device=device)
+        selfcheck.require_own_logits(moved, self.expected)
+        return moved
 
 
-def load(path: Path, dtype: str = "float32") -> LoadedModel:
-    """Load weights into memory, converted to `dtype`, on the CPU.
+def load(path: Path, dtype: str = "float32", *, by_torch: bool = False) -> LoadedModel:
+    """Load weights into memory, converted to `dtype`, on the CPU; `LoadedModel.on` moves them.
+
+    by_torch: compute by torch alone, which other dtypes than float32, and other devices, need.
 
     Raises UnsupportedModel, naming why, for what the kernels can't carry and for a model whose
     logits are not its own here (`selfcheck`), and ModelUnavailable for a directory that can't be
     read.
     """
-    if dtype != "float32":
-        raise UnsupportedModel(f"Computing in {dtype} is not supported on a CPU: use float32.")
     info = describe(path)
     attention.register()
     disable_progress_bar()
     try:
         module = AutoModelForCausalLM.from_pretrained(
             path,
-            dtype=torch.float32,
+            dtype=getattr(torch, dtype),
             attn_implementation="eager",  # the model's own, for the self-check
             local_files_only=True,
             trust_remote_code=False,
@@ -74,6 +94,9 @@ def load(path: Path, dtype: str = "float32") -> LoadedModel:
     module.requires_grad_(False)
     _require_interface(module, info)
     expected = selfcheck.own_logits(module, info)
+    if by_torch or dtype != "float32":
+        loaded = LoadedModel(module, info, Packing(), dtype=dtype, by_torch=True, expected=expected)
+        return replace(loaded, layers=selfcheck.layers_of(loaded, expected))
     _linears_for_conv1ds(module)
     loaded = LoadedModel(module, info, pack_linears(module))
     return replace(loaded, layers=selfcheck.layers_of(loaded, expected))

@@ -7,9 +7,10 @@ import numpy.typing as npt
 import torch
 
 from splitserve.engine.step import PlanItem, StepPlan, StepResult
-from splitserve.errors import WorkerFault
+from splitserve.errors import ConfigError, WorkerFault
 from splitserve.kv.format import KVFormat
 from splitserve.model.adjust import adjusted
+from splitserve.model.device_pool import DevicePool
 from splitserve.model.exact import invariant_rows
 from splitserve.model.forward import Forward
 from splitserve.model.loader import LoadedModel
@@ -17,11 +18,14 @@ from splitserve.model.logprobs import logprobs
 from splitserve.model.sampling import draw
 from splitserve.sampling import Logprobs
 
+NOT_EXACT = "Exact mode is for float32 on the CPU: elsewhere the order of sums is torch's."
+
 
 class TorchRunner:
-    """Executes step plans on the CPU.
+    """Executes step plans, on the CPU unless the model was moved; draws on the CPU, in float32.
 
-    blocks: uint8 [num_blocks, block_bytes], writable; its bytes are KV in `kv_format`.
+    blocks: uint8 [num_blocks, block_bytes], writable; its bytes are KV in `kv_format`, or where
+    KV passes on its way to and from a device (see `DevicePool`).
     exact: outputs do not depend, by a bit, on what shares a step or on how a prompt is cut.
     num_threads: of torch (a setting of the whole process) and of the attention kernel.
     """
@@ -34,6 +38,8 @@ class TorchRunner:
         exact: bool = False,
         num_threads: int = 1,
     ) -> None:
+        if exact and loaded.by_torch:
+            raise ConfigError(NOT_EXACT)
         torch.set_num_threads(num_threads)
         loaded.packing.use_threads(num_threads)
         self.exact = exact
@@ -49,6 +55,12 @@ class TorchRunner:
     @property
     def kv_format(self) -> KVFormat:
         return self._forward.kv_format
+
+    @property
+    def device_pool(self) -> DevicePool | None:
+        """What stages KV between the blocks and a device; None where the blocks are the pool."""
+        pool = self._forward.device_pool
+        return pool if pool is not None and pool.is_staged else None
 
     @property
     def min_rows(self) -> int:

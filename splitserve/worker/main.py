@@ -10,12 +10,13 @@ import logging
 import os
 import signal
 import threading
+from dataclasses import dataclass
 from types import FrameType
 from typing import Protocol
 
 from splitserve import wire
 from splitserve.clock import MonotonicClock
-from splitserve.connector.base import Connector
+from splitserve.connector.base import Connector, Staging
 from splitserve.connector.p2p import P2PConfig, make_p2p
 from splitserve.engine.engine import Engine
 from splitserve.engine.scheduler import Scheduler, SchedulerConfig
@@ -34,6 +35,15 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 0.25
 
 
+@dataclass(frozen=True, slots=True)
+class MadeRunner:
+    """exact_rows: what exact mode pads to. staging: of a pool that is not the segment itself."""
+
+    runner: Runner
+    exact_rows: int | None = None
+    staging: Staging | None = None
+
+
 class HostedModel(Protocol):
     """A model that was loaded once, before workers were forked."""
 
@@ -48,8 +58,8 @@ class HostedModel(Protocol):
 
     def kv_format(self, block_size: int) -> KVFormat: ...
 
-    def make_runner(self, segment: Segment, spec: WorkerSpec) -> tuple[Runner, int | None]:
-        """The runner on this worker's pool, and the rows that exact mode pads to."""
+    def make_runner(self, segment: Segment, spec: WorkerSpec) -> MadeRunner:
+        """The runner on this worker's pool; in the worker's process, once."""
         ...
 
 
@@ -61,7 +71,7 @@ class Worker:
         clock = MonotonicClock()
         kv_format = model.kv_format(spec.block_size)
         self._segment = Segment.create(spec.num_blocks, kv_format.block_bytes)
-        runner, exact_rows = model.make_runner(self._segment, spec)
+        made = model.make_runner(self._segment, spec)
         identity = model.identity
         config = P2PConfig(spec.worker_id, spec.epoch, identity.digest(), kv_format, spec.digests)
         self._link = GatewayLink(
@@ -76,7 +86,7 @@ class Worker:
                 num_blocks=spec.num_blocks,
                 max_model_len=spec.max_model_len or model.max_model_len,
                 vocab_size=model.vocab_size,
-                exact_rows=exact_rows,
+                exact_rows=made.exact_rows,
                 max_batched_tokens=spec.max_batched_tokens,
                 address=config.address,
             ),
@@ -91,6 +101,7 @@ class Worker:
             clock,
             self._link.wake,
             self._faults,
+            made.staging,
         )
         scheduler = Scheduler(
             SchedulerConfig(
@@ -102,7 +113,7 @@ class Worker:
             BlockPool(spec.num_blocks, spec.block_size),
             leases,
         )
-        self.engine = Engine(scheduler, runner, self._connector, clock, identity.digest())
+        self.engine = Engine(scheduler, made.runner, self._connector, clock, identity.digest())
         self._clock = clock
         self._no_cancel = threading.Event()
         self._stopping = False

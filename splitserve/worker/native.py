@@ -6,12 +6,14 @@ from pathlib import Path
 
 import torch
 
-from splitserve.engine.step import Draw, PlanItem, Runner, StepPlan
+from splitserve.engine.step import Draw, PlanItem, StepPlan
 from splitserve.kv.format import KVFormat, ModelIdentity
 from splitserve.model import loader
+from splitserve.model.device import require_device
 from splitserve.model.runner import TorchRunner
 from splitserve.sampling import Sampling
 from splitserve.transport.segment import Segment
+from splitserve.worker.main import MadeRunner
 from splitserve.worker.spec import ModelSpec, WorkerSpec
 
 
@@ -20,7 +22,10 @@ class NativeModel:
 
     def __init__(self, spec: ModelSpec) -> None:
         torch.set_num_threads(1)  # an OpenMP pool made before the fork would hang in the child
-        self._loaded = loader.load(Path(spec.path))
+        require_device(spec.device)
+        self._device = spec.device
+        by_torch = spec.device != "cpu"
+        self._loaded = loader.load(Path(spec.path), spec.dtype, by_torch=by_torch)
         if spec.quantize:
             self._loaded.packing.quantize()
 
@@ -39,13 +44,13 @@ class NativeModel:
     def kv_format(self, block_size: int) -> KVFormat:
         return self._loaded.kv_format(block_size)
 
-    def make_runner(self, segment: Segment, spec: WorkerSpec) -> tuple[Runner, int | None]:
-        runner = TorchRunner(
-            self._loaded, segment.blocks, spec.block_size, spec.exact, spec.num_threads
-        )
-        self._loaded.packing.int8 = spec.weights == "int8"
+    def make_runner(self, segment: Segment, spec: WorkerSpec) -> MadeRunner:
+        loaded = self._loaded.on(self._device)
+        runner = TorchRunner(loaded, segment.blocks, spec.block_size, spec.exact, spec.num_threads)
+        loaded.packing.int8 = spec.weights == "int8"
         _warm_up(runner, spec.block_size)
-        return runner, runner.min_rows if spec.exact else None
+        rows = runner.min_rows if spec.exact else None
+        return MadeRunner(runner, rows, runner.device_pool)
 
 
 def _warm_up(runner: TorchRunner, block_size: int) -> None:

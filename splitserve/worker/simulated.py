@@ -6,11 +6,12 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from splitserve.engine.step import Runner, StepPlan
+from splitserve.engine.step import StepPlan
 from splitserve.kv.format import KVFormat, ModelIdentity
 from splitserve.model.info import describe
 from splitserve.model.simulated import SimulatedRunner, simulated_format
 from splitserve.transport.segment import Segment
+from splitserve.worker.main import MadeRunner
 from splitserve.worker.spec import ModelSpec, WorkerSpec
 
 
@@ -36,7 +37,7 @@ class SimulatedModel:
     def kv_format(self, block_size: int) -> KVFormat:
         return simulated_format(block_size)
 
-    def make_runner(self, segment: Segment, spec: WorkerSpec) -> tuple[Runner, int | None]:
+    def make_runner(self, segment: Segment, spec: WorkerSpec) -> MadeRunner:
         def duration_s(plan: StepPlan) -> float:
             return self._spec.step_s + self._spec.token_s * plan.num_tokens
 
@@ -47,4 +48,4 @@ class SimulatedModel:
             duration_s=duration_s,
             spend=time.sleep,
         )
-        return runner, 1 if spec.exact else None
+        return MadeRunner(runner, 1 if spec.exact else None)

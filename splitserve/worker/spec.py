@@ -27,7 +27,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lease_term_s: float = 30.0
     digests: str = "full"
     faults: str = ""
-    weights: str = "float32"  # or int8: of linear layers, in steps of few rows
+    weights: str = "float32"  # the model's dtype, or int8: of linear layers, in steps of few rows
 
 
 class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -40,6 +40,8 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     runner: str = "native"
     step_s: float = 0.0
     token_s: float = 0.0
+    device: str = "cpu"  # where workers compute; the zygote loads on the CPU
+    dtype: str = "float32"
     quantize: bool = False  # make int8 weights too, for the workers that want them
 
 

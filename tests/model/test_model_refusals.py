@@ -13,7 +13,7 @@ from transformers.models.mistral import modeling_mistral
 
 from splitserve.errors import UnsupportedModel
 from splitserve.model import selfcheck
-from splitserve.model.loader import load
+from splitserve.model.loader import LoadedModel, load
 from tests.model.families import REFUSED, build
 
 
@@ -125,9 +125,9 @@ def test_the_tolerance_is_far_from_both_sides(
     differences = []
     plain = selfcheck._require_equal
 
-    def note(kind: str, rows: Any, expected: Any) -> None:
+    def note(loaded: LoadedModel, rows: Any, expected: Any) -> None:
         differences.append(np.abs(rows - expected).max() / np.abs(expected).max())
-        plain(kind, rows, expected)
+        plain(loaded, rows, expected)
 
     monkeypatch.setattr(selfcheck, "_require_equal", note)
     build(tmp_path, tiny_path, "llama", num_hidden_layers=8)

@@ -201,5 +201,5 @@ def test_unfit_pools_are_refused(tiny: LoadedModel, blocks: Blocks) -> None:
         TorchRunner(tiny, blocks, 8)
     with pytest.raises(ConfigError, match="bytes where the format needs"):
         TorchRunner(tiny, blocks, 32)
-    with pytest.raises(ConfigError, match="only float32"):
+    with pytest.raises(ConfigError, match="float32, not bfloat16"):
         pool_view(blocks, KVFormat("bfloat16", 16, 2, 2, 16))

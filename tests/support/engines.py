@@ -72,6 +72,11 @@ class EngineHost:
         self.woken = threading.Event()
         self.is_closed = False
         self.segment = Segment.create(num_blocks, kv_format.block_bytes)
+        blocks = self.segment.blocks
+        if make_runner is None:
+            runner: Runner = SimulatedRunner(blocks, block_size, VOCAB)
+        else:
+            runner = make_runner(blocks)
         self.leases = LeaseTable(epoch or secrets.token_hex(4), term_s)
         self.config = P2PConfig(
             worker_id, epoch or secrets.token_hex(6), identity, kv_format, digests
@@ -84,14 +89,10 @@ class EngineHost:
             clock,
             self.woken.set,
             Faults(faults),
+            getattr(runner, "device_pool", None),
         )
         self.pool = BlockPool(num_blocks, block_size)
         self.scheduler = Scheduler(config or SchedulerConfig(), self.pool, self.leases)
-        blocks = self.segment.blocks
-        if make_runner is None:
-            runner: Runner = SimulatedRunner(blocks, block_size, VOCAB)
-        else:
-            runner = make_runner(blocks)
         self.engine = Engine(self.scheduler, runner, self.connector, clock, identity)
         self.tokens: dict[str, list[int]] = {}
         self.notices: list[wire.Notice] = []

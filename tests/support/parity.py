@@ -12,6 +12,7 @@ import numpy.typing as npt
 from splitserve import wire
 from splitserve.engine.scheduler import SchedulerConfig
 from splitserve.engine.step import Runner, StepPlan
+from splitserve.model.device_pool import DevicePool
 from splitserve.model.loader import LoadedModel
 from splitserve.model.runner import TorchRunner
 from splitserve.sampling import Sampling
@@ -69,6 +70,10 @@ class RecordingRunner:
     @property
     def kv_format(self) -> object:
         return self._runner.kv_format
+
+    @property
+    def device_pool(self) -> DevicePool | None:
+        return self._runner.device_pool
 
     def execute(self, plan: StepPlan) -> object:
         return self._runner.execute(plan)
