@@ -22,7 +22,7 @@ def pull(
         str | None,
         typer.Argument(
             metavar="[NAME|PATH|HUB-ID]",
-            help="An alias, a model directory, or a hub id such as org/name. "
+            help="An alias, a model directory, a GGUF file, or a hub id such as org/name. "
             "Without it: the default model.",
             show_default=False,
         ),

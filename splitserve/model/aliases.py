@@ -53,4 +53,5 @@ def nearest(name: str) -> str:
     near = difflib.get_close_matches(name.lower(), ALIASES, n=1, cutoff=0.6)
     if near:
         return f"Did you mean {near[0]}?"
-    return f"Aliases: {', '.join(ALIASES)}; or a directory, or a hub id such as org/name."
+    known = ", ".join(ALIASES)
+    return f"Aliases: {known}; or a directory, a GGUF file, or a hub id such as org/name."

@@ -1,4 +1,5 @@
-"""A model by name: an alias, a directory, or a hub id; fetched once and kept.
+"""A model by name: an alias, a directory, a GGUF file, or a hub id; fetched or converted once and
+kept.
 
 Kept in ${XDG_CACHE_HOME:-~/.cache}/splitserve/models/<name>. A model is made in a directory beside
 it and renamed when whole, under a lock of its name, so what has its final name is complete; what a
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -40,7 +42,7 @@ class ResolvedModel(msgspec.Struct, frozen=True):
     """A model that can be loaded.
 
     path: directory with config.json, tokenizer.json and safetensors weights.
-    name: what it was asked for as: alias, hub id, or the directory's own name.
+    name: what it was asked for as: alias, hub id, or the own name of the directory or GGUF file.
     source: where it is from, for a person to read.
     """
 
@@ -68,9 +70,7 @@ def resolve_model(
         check_model_dir(path)
         return ResolvedModel(path.resolve(), path.resolve().name, "directory")
     if path.exists():
-        raise ModelUnavailable(
-            f"{name} is a file.", advice="Name the directory with config.json and *.safetensors."
-        )
+        return _gguf_file(path.resolve(), progress)
     if not _HUB_ID.fullmatch(name):
         raise ModelUnavailable(f"There is no model {name}.", advice=nearest(name))
     return _hub_model(name, name, progress, hub_timeout_s)
@@ -212,6 +212,27 @@ def _hub_model(name: str, repo_id: str, progress: Progress, hub_timeout_s: float
         raise hub.unreachable(repo_id, reason)
     _make_once(target, lambda out, _: hub.download(repo_id, out, progress), progress)
     return ResolvedModel(target, name, f"{repo_id} on the hub")
+
+
+def _gguf_file(path: Path, progress: Progress) -> ResolvedModel:
+    """Converted once for each state of the file: by its place, size and time of change."""
+    try:
+        with path.open("rb") as opened:
+            magic = opened.read(len(from_gguf.MAGIC))
+            stat = os.fstat(opened.fileno())
+    except OSError as error:
+        raise ModelUnavailable(f"{path} can't be read: {error.strerror}.") from error
+    if magic != from_gguf.MAGIC:
+        raise ModelUnavailable(
+            f"{path} is a file, and no GGUF file.",
+            advice="Name the directory with config.json and *.safetensors.",
+        )
+    state = f"{path}|{stat.st_size}|{stat.st_mtime_ns}"
+    target = cache_dir() / f"{path.stem}-{hashlib.sha256(state.encode()).hexdigest()[:8]}"
+    if not _is_whole(target):
+        progress(f"Converting {path.name} to safetensors, float32, in {target}")
+        _make_once(target, lambda out, _: from_gguf.convert(path, out, progress), progress)
+    return ResolvedModel(target, path.stem, f"converted from {path}")
 
 
 def _make_once(target: Path, build: Callable[[Path, Path], object], progress: Progress) -> None:

@@ -1,99 +1,120 @@
-"""A llama-architecture GGUF file to a Hugging Face model directory, in float32.
+"""A GGUF file to a Hugging Face model directory, in float32.
 
-Format: ggml's docs/gguf.md. Names and the permutation of Q and K are those of llama.cpp's
-convert_hf_to_gguf.py, undone. transformers can load such a file as well, but in 4 times the time,
-and it gives SmolLM2 a pre-tokenizer without the split at digits: spaces before a number then become
-other tokens than those that the model was trained on.
+Format: ggml's docs/gguf.md. Names and changes to the weights are those of llama.cpp's
+convert_hf_to_gguf.py, undone; what they are for each architecture is in gguf_families, the
+tokenizer in gguf_tokenizer. transformers can load such files as well, but in 4 times the time, and
+it ignores what it does not know: scaled rotations, widths of heads, Gemma's scale, whole tensors.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tokenizers
 from numpy.typing import NDArray
 
 from splitserve.errors import ModelUnavailable
+from splitserve.model.gguf_families import GLOBAL_NAMES, Family, Settings, family_of, hf_config
+from splitserve.model.gguf_tokenizer import read_vocabulary, write_tokenizer
 
-_CONTROL_TOKEN = 3
-_GLOBAL_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_BYTE_LEVEL = {
-    "type": "ByteLevel",
-    "add_prefix_space": False,
-    "trim_offsets": True,
-    "use_regex": True,
-}
-_PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
-    "gpt-2": _BYTE_LEVEL,
-    "smollm": {
-        "type": "Sequence",
-        "pretokenizers": [{"type": "Digits", "individual_digits": True}, _BYTE_LEVEL],
-    },
-}
+MAGIC = b"GGUF"
+_ROPE_FREQS = "rope_freqs.weight"
 
 
 def convert(gguf_file: Path, out_dir: Path, progress: Callable[[str], None]) -> None:
     """Write config, generation config, tokenizer, chat template and weights into out_dir.
 
-    Raises ModelUnavailable for another architecture or tokenizer than this reads.
+    Raises ModelUnavailable for what this can't read: another architecture, tokenizer, setting,
+    tensor or kind of quantization, a part of a split file, a file that was cut off.
     """
-    import gguf
-
-    reader = gguf.GGUFReader(gguf_file)
+    reader = _open(gguf_file)
     meta = {
         name: field.contents()
         for name, field in reader.fields.items()
         if not name.startswith("GGUF.")
     }
-    if meta.get("general.architecture") != "llama":
+    if meta.get("split.count", 1) > 1:
         raise ModelUnavailable(
-            f"{gguf_file.name} is of the architecture {meta.get('general.architecture')}; "
-            "only llama can be converted.",
-            advice="Use a safetensors model.",
+            f"{gguf_file.name} is one of {meta['split.count']} parts.",
+            advice="Join them with llama.cpp's llama-gguf-split --merge.",
         )
-    _write_tokenizer(meta, out_dir)
-    tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
-    _write_configs(meta, tied, out_dir)
-    _write_weights(reader.tensors, meta, out_dir, progress)
+    architecture = str(meta.get("general.architecture"))
+    family = family_of(architecture, gguf_file.name)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    freqs = tensors.pop(_ROPE_FREQS, None)
+    settings = Settings(architecture, meta, None if freqs is None else _values(freqs))
+    config = hf_config(family, settings)
+    vocabulary = read_vocabulary(meta)
+    _check_names(tensors, family, config["num_hidden_layers"])
+    config |= {
+        "attention_bias": _has_biases(tensors),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "vocab_size": int(tensors["token_embd.weight"].shape[1]),  # ggml's order of dimensions
+        **vocabulary.token_settings(),
+    }
+    _write_json(out_dir / "config.json", config)
+    ends = vocabulary.end_ids()
+    generation = {
+        **vocabulary.token_settings(),
+        **({"eos_token_id": ends if len(ends) > 1 else ends[0]} if ends else {}),
+    }
+    _write_json(out_dir / "generation_config.json", generation)
+    write_tokenizer(vocabulary, config["max_position_embeddings"], out_dir)
+    _write_weights(list(tensors.values()), family, config, out_dir, progress)
+
+
+def _open(gguf_file: Path) -> Any:
+    import gguf
+
+    try:
+        return gguf.GGUFReader(gguf_file)
+    except (ValueError, IndexError, KeyError, OSError, UnicodeDecodeError) as error:
+        raise ModelUnavailable(
+            f"{gguf_file} is not a whole GGUF file: {error}.", advice="Fetch it again."
+        ) from error
+
+
+def _check_names(tensors: dict[str, Any], family: Family, num_layers: int) -> None:
+    """Every tensor has a use, and none that a layer needs is missing."""
+    kinds = [f"{name}.weight" for name in family.layer_names]
+    if family.always_biased or _has_biases(tensors):
+        kinds += [f"{name}.bias" for name in family.biases]
+    needed = {f"blk.{n}.{kind}" for n in range(num_layers) for kind in kinds}
+    needed |= {"token_embd.weight", "output_norm.weight"}
+    for name in sorted(tensors.keys() - needed - {"output.weight"}):
+        raise ModelUnavailable(f"The GGUF file holds a tensor of no known use: {name}.")
+    if missing := sorted(needed - tensors.keys()):
+        raise ModelUnavailable(
+            f"The GGUF file lacks {len(missing)} tensors, among them {missing[0]}."
+        )
+
+
+def _has_biases(tensors: Iterable[str]) -> bool:
+    return any(name.endswith(".bias") for name in tensors)
 
 
 def _write_weights(
-    tensors: Any, meta: dict[str, Any], out_dir: Path, progress: Callable[[str], None]
+    tensors: list[Any],
+    family: Family,
+    config: dict[str, Any],
+    out_dir: Path,
+    progress: Callable[[str], None],
 ) -> None:
-    import gguf
     from safetensors.numpy import save_file
 
-    heads = {
-        "attn_q": meta["llama.attention.head_count"],
-        "attn_k": meta["llama.attention.head_count_kv"],
-    }
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     weights: dict[str, NDArray[np.float32]] = {}
     shown = 0
     for n, tensor in enumerate(tensors):
-        values = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
-        kind = tensor.name.split(".")[-2]
-        if kind in heads:
+        values, kind = _values(tensor), tensor.name.split(".")[-2]
+        if family.permuted and kind in heads:
             values = unpermute(values, heads[kind])
-        weights[hf_name(tensor.name)] = np.ascontiguousarray(values)
+        if kind.endswith("norm"):
+            values = values - np.float32(family.norm_offset)
+        weights[hf_name(tensor.name, family)] = np.ascontiguousarray(values)
         if (percent := 100 * (n + 1) // len(tensors)) >= shown + 25:
             shown = percent
             progress(f"Converting: {percent} %")
@@ -101,105 +122,33 @@ def _write_weights(
     (out_dir / "model.safetensors").chmod(0o644)  # save_file makes it private
 
 
-def hf_name(name: str) -> str:
-    """The transformers name of llama.cpp's tensor `name`."""
-    parts = name.split(".")
+def _values(tensor: Any) -> NDArray[np.float32]:
+    import gguf
+
     try:
-        if parts[0] == "blk":
-            return f"model.layers.{parts[1]}.{_LAYER_NAMES[parts[2]]}.{parts[3]}"
-        return f"{_GLOBAL_NAMES[parts[0]]}.{parts[1]}"
-    except (KeyError, IndexError):
-        raise ModelUnavailable(f"The GGUF file holds a tensor of no known use: {name}.") from None
+        values = gguf.dequantize(tensor.data, tensor.tensor_type)
+    except NotImplementedError as error:
+        raise ModelUnavailable(
+            f"{tensor.name} is quantized as {tensor.tensor_type.name}, which can't be read."
+        ) from error
+    float32: NDArray[np.float32] = values.astype(np.float32, copy=False)
+    return float32
+
+
+def hf_name(name: str, family: Family) -> str:
+    """The transformers name of llama.cpp's tensor `name`, which has a use."""
+    parts = name.split(".")
+    if parts[0] == "blk":
+        return f"model.layers.{parts[1]}.{family.layer_names[parts[2]]}.{parts[3]}"
+    return f"{GLOBAL_NAMES[parts[0]]}.{parts[1]}"
 
 
 def unpermute(weight: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
     """Rows of Q or K from llama.cpp's order (pairs of rotary dimensions adjacent) to that of
-    transformers (first halves, then second halves, per head). Shape [rows, columns] stays."""
-    rows, columns = weight.shape
-    half = rows // num_heads // 2
-    return weight.reshape(num_heads, half, 2, columns).swapaxes(1, 2).reshape(rows, columns)
-
-
-def _write_configs(meta: dict[str, Any], tied: bool, out_dir: Path) -> None:
-    ids = {
-        name: int(meta[f"tokenizer.ggml.{key}_token_id"])
-        for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
-        if f"tokenizer.ggml.{key}_token_id" in meta
-    }
-    id_settings = {f"{name}_token_id": token_id for name, token_id in ids.items()}
-    hidden, num_heads = meta["llama.embedding_length"], meta["llama.attention.head_count"]
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "dtype": "float32",
-        "head_dim": meta.get("llama.rope.dimension_count", hidden // num_heads),
-        "hidden_act": "silu",
-        "hidden_size": hidden,
-        "intermediate_size": meta["llama.feed_forward_length"],
-        "max_position_embeddings": meta["llama.context_length"],
-        "mlp_bias": False,
-        "num_attention_heads": num_heads,
-        "num_hidden_layers": meta["llama.block_count"],
-        "num_key_value_heads": meta["llama.attention.head_count_kv"],
-        "rms_norm_eps": _float32(meta["llama.attention.layer_norm_rms_epsilon"]),
-        "rope_theta": meta["llama.rope.freq_base"],
-        "tie_word_embeddings": tied,
-        "vocab_size": len(meta["tokenizer.ggml.tokens"]),
-        **id_settings,
-    }
-    _write_json(out_dir / "config.json", config)
-    _write_json(out_dir / "generation_config.json", id_settings)
-
-
-def _write_tokenizer(meta: dict[str, Any], out_dir: Path) -> None:
-    model, pre = meta.get("tokenizer.ggml.model"), meta.get("tokenizer.ggml.pre")
-    if model != "gpt2" or pre not in _PRE_TOKENIZERS:
-        raise ModelUnavailable(f"The GGUF file's tokenizer ({model}, {pre}) can't be converted.")
-    tokens: list[str] = meta["tokenizer.ggml.tokens"]
-    types: list[int] = meta["tokenizer.ggml.token_type"]
-    special = [n for n, kind in enumerate(types) if kind == _CONTROL_TOKEN]
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    description = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {"id": n, "content": tokens[n], **flags, "special": True} for n in special
-        ],
-        "normalizer": None,
-        "pre_tokenizer": _PRE_TOKENIZERS[pre],
-        "post_processor": None,
-        "decoder": {**_BYTE_LEVEL, "add_prefix_space": True},
-        "model": {
-            "type": "BPE",
-            "vocab": {token: n for n, token in enumerate(tokens)},
-            "merges": [merge.split(" ") for merge in meta["tokenizer.ggml.merges"]],
-        },
-    }
-    raw = tokenizers.Tokenizer.from_str(json.dumps(description))
-    raw.save(str(out_dir / "tokenizer.json"))
-    names = {
-        f"{name}_token": tokens[int(meta[f"tokenizer.ggml.{key}_token_id"])]
-        for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
-        if f"tokenizer.ggml.{key}_token_id" in meta
-    }
-    config = {
-        **names,
-        "add_bos_token": bool(meta.get("tokenizer.ggml.add_bos_token", False)),
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": meta["llama.context_length"],
-        "tokenizer_class": "PreTrainedTokenizerFast",
-    }
-    _write_json(out_dir / "tokenizer_config.json", config)
-    if template := meta.get("tokenizer.chat_template"):
-        (out_dir / "chat_template.jinja").write_text(template, "utf-8")
-
-
-def _float32(value: float) -> float:
-    """The shortest decimal that is the same float32: 1e-05, not 9.999999747378752e-06."""
-    return float(str(np.float32(value)))
+    transformers (first halves, then second halves, per head). Shape [rows, ...] stays."""
+    half = weight.shape[0] // num_heads // 2
+    pairs = weight.reshape(num_heads, half, 2, *weight.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(weight.shape)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -14,7 +14,9 @@ import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from typer.testing import CliRunner
 
+from splitserve.cli import model as cli_model
 from splitserve.errors import ModelUnavailable
 from splitserve.model import fetch, from_gguf, hub
 from splitserve.model.aliases import WheelModel
@@ -188,7 +190,7 @@ def test_the_conversion(gguf_file: Path, tmp_path: Path) -> None:
     assert config["tie_word_embeddings"] is True
     assert (config["num_attention_heads"], config["num_key_value_heads"]) == (4, 2)
     generation = json.loads((tmp_path / "generation_config.json").read_text())
-    assert generation == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+    assert generation == {"bos_token_id": 1, "eos_token_id": [2, 0], "pad_token_id": 2}
     weights = load_file(tmp_path / "model.safetensors")
     assert "lm_head.weight" not in weights
     assert weights["model.layers.0.self_attn.k_proj.weight"].shape == (16, 32)
@@ -208,15 +210,47 @@ def test_unpermute_undoes_llama_cpps_order() -> None:
     np.testing.assert_array_equal(from_gguf.unpermute(permuted, num_heads), original)
 
 
-def test_tensors_of_no_known_use_are_named() -> None:
-    for name in ("blk.0.attn_q_norm.weight", "rope_freqs.weight", "odd"):
-        with pytest.raises(ModelUnavailable, match=name):
-            from_gguf.hf_name(name)
-
-
 def test_a_directory_is_used_in_place(model_dir: Path) -> None:
     model = resolve_model(str(model_dir), silent)
     assert (model.path, model.name, model.source) == (model_dir, "some-model", "directory")
+
+
+def test_a_gguf_file_is_converted_once(gguf_file: Path, offline: Path, tmp_path: Path) -> None:
+    path = tmp_path / "own.gguf"
+    path.write_bytes(gguf_file.read_bytes())
+    lines: list[str] = []
+    model = resolve_model(str(path), lines.append)
+    check_model_dir(model.path)
+    assert (model.path.parent, model.name, model.source) == (
+        offline,
+        "own",
+        f"converted from {path}",
+    )
+    assert "Converting own.gguf" in lines[0]
+    lines.clear()
+    assert resolve_model(str(path), lines.append) == model
+    assert not lines
+    os.utime(path, ns=(0, 0))  # another state of the file
+    assert resolve_model(str(path), silent).path != model.path
+    assert nothing_half_made(offline)
+
+
+def test_a_damaged_gguf_file(gguf_file: Path, offline: Path, tmp_path: Path) -> None:
+    path = tmp_path / "own.gguf"
+    path.write_bytes(gguf_file.read_bytes()[:-1])
+    with pytest.raises(ModelUnavailable, match="not a whole GGUF file"):
+        resolve_model(str(path), silent)
+    assert not list(offline.glob("own*"))
+    assert nothing_half_made(offline)
+
+
+def test_pull_takes_a_gguf_file(
+    gguf_file: Path, offline: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli_model, "_compile_kernels", lambda: None)
+    said = CliRunner().invoke(cli_model.app, ["pull", str(gguf_file)])
+    assert said.exit_code == 0
+    assert f"(converted from {gguf_file})" in said.stdout
 
 
 def test_what_a_directory_may_lack(model_dir: Path) -> None:
@@ -258,7 +292,7 @@ def test_names_that_mean_nothing(tmp_path: Path, tiny: Path) -> None:
         resolve_model("/no/such/directory", silent)
     assert "smollm2-135m-q4" in caught.value.advice
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ModelUnavailable, match="is a file"):
+    with pytest.raises(ModelUnavailable, match="is a file, and no GGUF file"):
         resolve_model(str(tmp_path / "file"), silent)
     with pytest.raises(ModelUnavailable, match="cable is cut") as caught:
         resolve_model("org/name", silent)

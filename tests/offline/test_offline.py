@@ -13,6 +13,7 @@ from splitserve.errors import ContextLengthExceeded, InvalidValue
 from splitserve.model.tiny import make_tiny
 from splitserve.offline import LLM, Settings
 from splitserve.text.tokenizer import Tokenizer
+from tests.support import gguf_files
 
 GREEDY = Settings(max_tokens=20, temperature=0, ignore_eos=True)
 
@@ -82,3 +83,24 @@ def test_bad_prompts_are_told_before_anything_is_computed(llm: LLM) -> None:
         llm.generate([[5] * llm.max_model_len], GREEDY)
     with pytest.raises(InvalidValue):
         llm.generate(["x"], Settings(max_tokens=0))
+
+
+def test_a_gguf_file_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = AutoModelForCausalLM.from_pretrained(make_tiny(tmp_path / "tiny", vocab=360)).eval()
+    gguf_files.write_gguf(
+        tmp_path / "own.gguf", model, lambda writer: gguf_files.add_sentencepiece(writer, "llama")
+    )
+    own = LLM(str(tmp_path / "own.gguf"), kv_memory_bytes=1 << 22, num_threads=1)
+    answer = own.generate(["hello world"], GREEDY)[0]
+    own.close()
+    ids = torch.tensor([answer.prompt_ids])
+    assert answer.prompt_ids == [1, 305, 316]
+    expected = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=20,
+        do_sample=False,
+        eos_token_id=None,
+    )
+    assert answer.token_ids == expected[0, 3:].tolist()
