@@ -28,6 +28,7 @@ _ENDS = frozenset(
 )
 """Control tokens that end an answer in whatever model has them; files name only one of them."""
 
+_PHI3_KEEPING = ("<unk>", "<s>", "<|endoftext|>")
 _BYTE_LEVEL = {
     "type": "ByteLevel",
     "add_prefix_space": False,
@@ -202,4 +203,8 @@ def _sentencepiece(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
     # where its shape for Llama leaves it out if the text has one
     shape = "phi3" if has_prefix else architecture
     raw, _ = convert_gguf_tokenizer(shape, {"tokenizer_type": "llama", **description})
-    return tokenizers.Tokenizer.from_str(raw.to_str())
+    written = json.loads(raw.to_str())
+    if architecture == "phi3":  # its chat tokens swallow the line's end after them; no file says so
+        for token in written["added_tokens"]:
+            token["rstrip"] = token["special"] and token["content"] not in _PHI3_KEEPING
+    return tokenizers.Tokenizer.from_str(json.dumps(written))

@@ -178,6 +178,15 @@ def test_sentencepiece_vocabularies(tmp_path: Path, architecture: str) -> None:
         assert generation["eos_token_id"] == [1, 5]
 
 
+def test_phi3s_chat_tokens_swallow_the_space_after_them(tmp_path: Path) -> None:
+    special = ["<unk>", "<s>", "</s>", "<|user|>"]
+    tokenizer = converted_tokenizer(
+        tmp_path, "phi3", lambda writer: gguf_files.add_sentencepiece(writer, "llama", special)
+    )
+    ids = tokenizer.encode("<s><|user|>\nhello", add_special_tokens=False)
+    assert ids == [1, 3, 306]
+
+
 def converted_tokenizer(tmp_path: Path, architecture: str, add_tokenizer: Any) -> Tokenizer:
     changes = {"vocab_size": 500, "num_hidden_layers": 1}
     changes |= {"sliding_window": 12} if architecture == "gemma2" else {}

@@ -40,9 +40,9 @@ SPECIAL = {
 BYTE_LEVEL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>"]
 
 
-def add_sentencepiece(writer: gguf.GGUFWriter, kind: str) -> int:
-    """Returns the number of tokens."""
-    special, pieces = SPECIAL[kind], PIECES[kind].split(" ")
+def add_sentencepiece(writer: gguf.GGUFWriter, kind: str, special: list[str] | None = None) -> None:
+    """special: instead of the kind's own, in as many tokens."""
+    special, pieces = special or SPECIAL[kind], PIECES[kind].split(" ")
     tokens = special + [f"<0x{byte:02X}>" for byte in range(256)] + pieces
     scores = [0.0] * (len(special) + 256) + [-float(rank) for rank in range(len(pieces))]
     control, unknown, byte, normal = 3, 2, 6, 1
@@ -58,7 +58,6 @@ def add_sentencepiece(writer: gguf.GGUFWriter, kind: str) -> int:
     writer.add_add_bos_token(True)
     if kind == "gemma":
         writer.add_add_space_prefix(False)
-    return len(tokens)
 
 
 def add_byte_level(
