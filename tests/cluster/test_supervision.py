@@ -267,6 +267,7 @@ def test_layouts_that_can_not_work_are_refused_before_anything_is_loaded(tmp_pat
         (["--mixed", "1", "--split", "always"], "prefill and decode workers"),
         (["--prefill", "1"], "decode"),
         (["--prefill", "1", "--decode", "1", "--exact", "--decode-weights", "int8"], "exclude"),
+        (["--dtype", "int4"], "float32, bfloat16, float16"),
     ):
         command = [sys.executable, "-m", "splitserve", "serve", str(make_tiny(tmp_path))]
         done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=60)
