@@ -42,12 +42,14 @@ def serve(
         bool, typer.Option(help="Cut prompts to fit beside decodes; else prompts go first, whole.")
     ] = True,
     prefix_cache: Annotated[bool, typer.Option(help="Reuse KV of equal prefixes.")] = True,
-    device: Annotated[str, typer.Option(help="cpu, cuda or mps: where workers compute.")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda or mps (the last two: never run on one).")
+    ] = "cpu",
     dtype: Annotated[
         str,
         typer.Option(
             help="float32, bfloat16 or float16: of weights, arithmetic and KV. On a CPU without "
-            "instructions for the others (AVX2) float32 is the fastest, by far."
+            "instructions for the last two, such as AVX2, they take 2 to 9 times as long."
         ),
     ] = "float32",
     decode_weights: Annotated[
