@@ -178,6 +178,12 @@ class WorkerFault(SplitserveError):
     status, code = 500, "worker_fault"
 
 
+class DeviceLost(SplitserveError):
+    """A device failed under a worker: its process can compute nothing any more and ends."""
+
+    status, code = 500, "device_lost"
+
+
 class SlowClient(SplitserveError):
     """The client did not read its stream for longer than the limit."""
 

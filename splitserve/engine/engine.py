@@ -15,7 +15,7 @@ from splitserve.connector.base import Connector, FetchDone, HandoffState, SealDo
 from splitserve.engine.scheduler import Drawn, Scheduler
 from splitserve.engine.sequence import Sequence, Status
 from splitserve.engine.step import PlanItem, Runner, StepPlan, StepResult
-from splitserve.errors import SplitserveError, TransferFailed, WorkerFault
+from splitserve.errors import DeviceLost, SplitserveError, TransferFailed, WorkerFault
 from splitserve.kv.keys import root_key
 from splitserve.kv.lease import Lease, LeaseEnd
 from splitserve.kv.table import BlockTable
@@ -204,9 +204,12 @@ class Engine:
 
     def _execute(self, plan: StepPlan) -> tuple[StepPlan, StepResult]:
         """Run the plan. If the runner raises, run its items one by one, so that only those ends
-        that fail alone; writing the same KV again is harmless."""
+        that fail alone; writing the same KV again is harmless. A lost device fails them all, here
+        and later: that is the process's end, after which another one takes the requests up."""
         try:
             return plan, self.runner.execute(plan)
+        except DeviceLost:
+            raise
         except Exception as error:
             if len(plan.items) == 1:
                 self._fail(plan.items[0].request_id, error)

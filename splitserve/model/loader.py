@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.logging import disable_progress_bar
 
-from splitserve.errors import ModelUnavailable, UnsupportedModel
+from splitserve.errors import ConfigError, ModelUnavailable, UnsupportedModel
 from splitserve.kv.format import KVFormat, ModelIdentity
 from splitserve.model import attention, selfcheck
 from splitserve.model.attention import Layer
@@ -55,14 +55,17 @@ class LoadedModel:
     def on(self, device: str) -> LoadedModel:
         """The same model, its weights moved to the device and checked there.
 
-        After the fork, never before it. Raises UnsupportedModel if the device's logits differ from
-        those that the CPU gave when the model was loaded.
+        After the fork, never before it. Raises ConfigError if the device can't take them, and
+        UnsupportedModel if its logits differ from those that the CPU gave at loading.
         """
         if device == self.device:
             return self
         assert self.by_torch
         assert self.expected is not None
-        self.module.to(device)
+        try:
+            self.module.to(device)
+        except RuntimeError as error:
+            raise ConfigError(f"The weights can't be moved to {device}: {error}") from error
         moved = replace(self, device=device)
         selfcheck.require_own_logits(moved, self.expected)
         return moved

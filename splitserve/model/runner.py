@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 
 from splitserve.engine.step import PlanItem, StepPlan, StepResult
-from splitserve.errors import ConfigError, WorkerFault
+from splitserve.errors import ConfigError, DeviceLost, WorkerFault
 from splitserve.kv.format import KVFormat
 from splitserve.model.adjust import adjusted
 from splitserve.model.device_pool import DevicePool
@@ -68,8 +68,14 @@ class TorchRunner:
         return self._forward.min_rows
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Compute the plan and draw a token for each item that asks for one."""
-        rows = iter(self._forward.logits(plan))
+        """Compute the plan and draw a token for each item that asks for one.
+
+        Raises DeviceLost when a device fails: no later step in this process could succeed.
+        """
+        try:
+            rows = iter(self._forward.logits(plan))
+        except torch.AcceleratorError as error:
+            raise DeviceLost(f"The device failed: {error}") from error
         drawn = [_draw(item, next(rows)) if item.draw else (None, None) for item in plan.items]
         return StepResult([token_id for token_id, _ in drawn], [told for _, told in drawn])
 

@@ -142,6 +142,19 @@ def test_memory_that_a_device_does_not_have_is_an_error() -> None:
         device_pool._allocated((1 << 45,), torch.bfloat16, "cpu:0")
 
 
+def test_weights_that_do_not_fit_a_device_are_an_error(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load(tiny_path, "bfloat16")
+
+    def full(device: str) -> None:
+        raise torch.OutOfMemoryError(f"{device} is full")
+
+    monkeypatch.setattr(loaded.module, "to", full)
+    with pytest.raises(ConfigError, match="can't be moved to cpu:0: cpu:0 is full"):
+        loaded.on("cpu:0")
+
+
 def test_exact_mode_is_refused(tiny_path: Path) -> None:
     loaded = load(tiny_path, by_torch=True)
     blocks = np.zeros((4, loaded.kv_format(16).block_bytes), np.uint8)

@@ -13,8 +13,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+import torch
+from transformers import LlamaForCausalLM
 
 from splitserve import wire
+from splitserve.errors import DeviceLost
 from splitserve.model.device_pool import DevicePool
 from splitserve.model.loader import LoadedModel, load
 from splitserve.model.tiny import make_tiny
@@ -131,6 +134,24 @@ def test_a_copy_to_the_host_that_fails_ends_the_leg_and_its_lease(
     assert (end.reason, end.code) == ("error", "transfer_failed")
     assert "the device is gone" in end.message
     host.settle()
+    host.close()
+
+
+def test_a_lost_device_is_the_end_of_the_process(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not of one request after the other: nothing that this process computes can succeed."""
+    host = Bench(load(tiny, "bfloat16").on("cpu:0"), exact=False).host(Answers(), NUM_BLOCKS)
+
+    def lost(self: LlamaForCausalLM, **kwargs: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", lost)
+    for name in ("a", "b"):
+        host.submit(name, CASES[2].prompt_ids, CASES[2].sampling)
+    with pytest.raises(DeviceLost, match="illegal memory access"):
+        host.turn()
+    assert not [notice for notice in host.notices if isinstance(notice, wire.End)]
     host.close()
 
 
