@@ -9,9 +9,13 @@ import numpy.typing as npt
 import torch
 
 from splitserve.model import gemm
+from splitserve.model.tiles import PANEL
 
 INT8_MAX_ROWS = 8
 """Above, a step is bound by arithmetic, not by reading weights: float32 is as fast, and better."""
+
+
+Floats = npt.NDArray[np.float32]
 
 
 class Packing:
@@ -68,14 +72,19 @@ class PackedLinear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., in_features] to [..., out_features]."""
-        rows = x.reshape(-1, self.in_features).contiguous().numpy()
+        out = self.product(x.reshape(-1, self.in_features).contiguous().numpy())
+        return torch.from_numpy(out).view(*x.shape[:-1], self.out_features)
+
+    def product(self, rows: Floats) -> Floats:
+        """rows: contiguous [M, in_features], to [M, out_features]."""
         if self._packing.int8 and self.levels is not None and len(rows) <= INT8_MAX_ROWS:
             assert self.scales is not None
             out = gemm.matmul_int8(rows, self.levels, self.scales, self.out_features)
         else:
             out = gemm.matmul(rows, self.panels, self.out_features, self._packing.multiply)
-        result = torch.from_numpy(out).view(*x.shape[:-1], self.out_features)
-        return result if self.bias is None else result.add_(self.bias)
+        if self.bias is not None:
+            out += self.bias.numpy()
+        return out
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
@@ -92,6 +101,23 @@ class PackedEmbedding(torch.nn.Module):
         """ids: [...] to [..., hidden]."""
         rows = gemm.unpack_rows(self.panels, ids.reshape(-1).numpy())
         return torch.from_numpy(rows).view(*ids.shape, -1)
+
+
+def side_by_side(layers: list[PackedLinear], packing: Packing) -> PackedLinear:
+    """Layers of one input as one, outputs in a row. Their panels become views of its panels."""
+    assert all(one.out_features % PANEL == 0 for one in layers)
+    panels = np.concatenate([one.panels for one in layers])
+    biases = [torch.zeros(one.out_features) if one.bias is None else one.bias for one in layers]
+    has_bias = any(one.bias is not None for one in layers)
+    num_out = sum(one.out_features for one in layers)
+    joined = PackedLinear(panels, num_out, torch.cat(biases) if has_bias else None, packing)
+    first = 0
+    for one in layers:
+        last = first + len(one.panels)
+        one.panels = panels[first:last]
+        packing.layers.remove(one)
+        first = last
+    return joined
 
 
 def pack_linears(module: torch.nn.Module) -> Packing:

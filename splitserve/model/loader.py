@@ -13,7 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from splitserve.errors import ConfigError, ModelUnavailable, UnsupportedModel
 from splitserve.kv.format import KVFormat, ModelIdentity
-from splitserve.model import attention, selfcheck
+from splitserve.model import attention, fused, selfcheck
 from splitserve.model.attention import Layer
 from splitserve.model.info import ModelInfo, describe
 from splitserve.model.linear import Packing, pack_linears
@@ -102,7 +102,18 @@ def load(path: Path, dtype: str = "float32", *, by_torch: bool = False) -> Loade
         return replace(loaded, layers=selfcheck.layers_of(loaded, expected))
     _linears_for_conv1ds(module)
     loaded = LoadedModel(module, info, pack_linears(module))
-    return replace(loaded, layers=selfcheck.layers_of(loaded, expected))
+    layers = selfcheck.layers_of(loaded, expected)
+    return _with_fused_layers(replace(loaded, layers=layers), expected)
+
+
+def _with_fused_layers(loaded: LoadedModel, expected: Floats) -> LoadedModel:
+    """The same, with layers fused where that gives the expected logits too."""
+    if fused.fuse(loaded.module, loaded.layers, loaded.packing):
+        try:
+            selfcheck.require_own_logits(loaded, expected)
+        except UnsupportedModel:
+            fused.unfuse(loaded.module, loaded.packing)
+    return loaded
 
 
 def _require_interface(module: torch.nn.Module, info: ModelInfo) -> None:

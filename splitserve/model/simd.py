@@ -38,7 +38,7 @@ def cache_directory() -> Path:
     """Where compiled kernels are kept: $XDG_CACHE_HOME/splitserve/numba/<digest of the sources>."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     digest = hashlib.blake2b(digest_size=6)
-    for name in ("simd.py", "kernels.py", "tiles.py", "gemm.py", "gemm_parallel.py"):
+    for name in ("simd.py", "kernels.py", "rows.py", "tiles.py", "gemm.py", "gemm_parallel.py"):
         digest.update(Path(__file__).with_name(name).read_bytes())
     return Path(root) / "splitserve" / "numba" / digest.hexdigest()
 
@@ -237,6 +237,27 @@ def mul(typingctx, a, b):
         return builder.fmul(*args)
 
     return vec8(vec8, vec8), codegen
+
+
+@intrinsic
+def div(typingctx, a, b):
+    """a / b per lane."""
+
+    def codegen(context, builder, signature, args):
+        return builder.fdiv(*args)
+
+    return vec8(vec8, vec8), codegen
+
+
+@intrinsic
+def at_least_zero(typingctx, vector, yes, no):
+    """Per lane `yes` where the vector is >= 0, else `no`."""
+
+    def codegen(context, builder, signature, args):
+        zero = ir.Constant(_FLOATS, [0.0] * LANES)
+        return builder.select(builder.fcmp_ordered(">=", args[0], zero), args[1], args[2])
+
+    return vec8(vec8, vec8, vec8), codegen
 
 
 @intrinsic

@@ -132,7 +132,7 @@ def test_the_tolerance_is_far_from_both_sides(
     monkeypatch.setattr(selfcheck, "_require_equal", note)
     build(tmp_path, tiny_path, "llama", num_hidden_layers=8)
     load(tmp_path)
-    assert len(differences) == 2
+    assert len(differences) == 3  # by the kernel, by torch, with fused layers
     assert max(differences) < selfcheck.TOLERANCE / 50
     forward = modeling_llama.LlamaAttention.forward
 
