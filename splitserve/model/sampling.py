@@ -5,9 +5,8 @@ before it left, renormalised. Tokens are ranked by (logit descending, id ascendi
 edge of top-k or top-p goes to the lower id. The draw is one uniform number, inverted over what is
 left in token-id order.
 
-Nothing is sorted in full: top-p ranks a preselection of the largest logits, which grows until it
-holds the share asked for. How far it grew does not change the result: sums run in rank order, and
-the whole they are compared with is summed in id order.
+Nothing is sorted in full: top-k ranks the largest logits alone, top-p those near its edge
+(`weights.nucleus`). The whole that shares are taken of is summed in id order.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from splitserve.errors import WorkerFault
+from splitserve.model.weights import index_at, nucleus
 from splitserve.sampling import Sampling
 
 Row = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.intp]
 
-_PRESELECT = 128
-_GROWTH = 8
 _UINT64 = 2**64 - 1
 
 
@@ -57,7 +55,7 @@ def draw(logits: Row, sampling: Sampling, output_index: int) -> int:
     ids = _filter(logits, weights, sampling)
     if ids is not None:
         weights = weights[ids]
-    chosen = _invert(weights, uniform(sampling.seed, sampling.choice, output_index))
+    chosen = index_at(weights, uniform(sampling.seed, sampling.choice, output_index))
     return chosen if ids is None else int(ids[chosen])
 
 
@@ -95,9 +93,10 @@ def _filter(logits: Row, weights: Row, sampling: Sampling) -> Ids | None:
         if sampling.top_p < 1:
             whole = float(weights[np.sort(ranked)].sum(dtype=np.float64))
             ranked = ranked[: _prefix(weights[ranked], sampling.top_p * whole)]
+        ranked.sort()
     else:
-        ranked = _nucleus(logits, weights, sampling.top_p)
-    ranked.sort()
+        wanted = sampling.top_p * float(weights.sum(dtype=np.float64))
+        ranked = nucleus(weights, logits, wanted)
     return ranked if kept is None else kept[ranked]
 
 
@@ -112,26 +111,7 @@ def _largest(logits: Row, count: int) -> Ids:
     return ids[np.argsort(-logits[ids], kind="stable")]
 
 
-def _nucleus(logits: Row, weights: Row, top_p: float) -> Ids:
-    """The shortest run of ids in rank order whose weight reaches top_p of the whole."""
-    wanted = top_p * float(weights.sum(dtype=np.float64))
-    count = min(_PRESELECT, len(logits))
-    while True:
-        ranked = _largest(logits, count)
-        length = _prefix(weights[ranked], wanted)
-        if length < len(ranked) or count >= len(logits):
-            return ranked[:length]
-        count = min(count * _GROWTH, len(logits))
-
-
 def _prefix(weights: Row, wanted: float) -> int:
     """How many leading weights it takes to reach `wanted`; at least 1, at most all."""
     reached = int(np.searchsorted(np.cumsum(weights, dtype=np.float64), wanted, side="left"))
     return min(reached + 1, len(weights))
-
-
-def _invert(weights: Row, u: float) -> int:
-    """The index whose interval of the cumulative weight holds u x the whole; never of weight 0."""
-    cumulative = np.cumsum(weights, dtype=np.float64)
-    index = int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
-    return min(index, int(np.searchsorted(cumulative, cumulative[-1], side="left")))

@@ -25,6 +25,7 @@ from numba.core.cgutils import get_or_insert_function
 from numba.extending import intrinsic, models, register_model
 
 LANES = 8
+_SOURCES = ["simd", "kernels", "rows", "weights", "tiles", "gemm", "gemm_parallel"]
 
 _FLOAT = ir.FloatType()
 _INT = ir.IntType(32)
@@ -38,8 +39,8 @@ def cache_directory() -> Path:
     """Where compiled kernels are kept: $XDG_CACHE_HOME/splitserve/numba/<digest of the sources>."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     digest = hashlib.blake2b(digest_size=6)
-    for name in ("simd.py", "kernels.py", "rows.py", "tiles.py", "gemm.py", "gemm_parallel.py"):
-        digest.update(Path(__file__).with_name(name).read_bytes())
+    for name in _SOURCES:
+        digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())
     return Path(root) / "splitserve" / "numba" / digest.hexdigest()
 
 

@@ -19,7 +19,7 @@ Row = npt.NDArray[np.float32]
 
 
 def reference(logits: Row, sampling: Sampling, output_index: int) -> int:
-    """Design 3.9, with a full sort and no preselection."""
+    """Design 3.9, with a full sort."""
     if sampling.temperature == 0:
         return int(min(range(len(logits)), key=lambda i: (-logits[i], i)))
     scaled = (logits - logits.max()) / np.float32(sampling.temperature)
@@ -68,7 +68,7 @@ def test_it_equals_the_full_sort(logits: Row, sampling: Sampling, output_index: 
 
 @settings(max_examples=50, deadline=None)
 @given(sampling=samplings, seed=st.integers(0, 1000))
-def test_a_vocabulary_wider_than_the_preselection(sampling: Sampling, seed: int) -> None:
+def test_a_vocabulary_of_many_bins(sampling: Sampling, seed: int) -> None:
     logits = np.random.default_rng(seed).normal(0, 1, 9000).astype(np.float32)
     assert draw(logits, sampling, 3) == reference(logits, sampling, 3)
 
