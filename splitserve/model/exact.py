@@ -34,8 +34,16 @@ Floats = npt.NDArray[np.float32]
 def invariant_rows(loaded: LoadedModel, num_threads: int = 1) -> int:
     """The smallest candidate from which on results have the same bits; about a second of work.
 
-    Raises UnsupportedModel if there is none: exact mode can't be had for this model here.
+    Raises UnsupportedModel, since exact mode can't be had, if there is none, or if layers multiply
+    in a way of their own: those of experts have as many rows as tokens chose them.
     """
+    own = sorted(_with_own_products(loaded.module))
+    if own:
+        raise UnsupportedModel(
+            f"Exact mode can't be had: how {', '.join(own)} multiply may depend on what shares a "
+            "step (mixtures of experts do).",
+            advice="Serve this model without --exact.",
+        )
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode():
         linears = _distinct_linears(loaded.module)
@@ -47,6 +55,17 @@ def invariant_rows(loaded: LoadedModel, num_threads: int = 1) -> int:
         f"Exact mode can't be had: up to {CANDIDATES[-1]} rows, this model's results on this "
         "machine depend on what shares a step."
     )
+
+
+def _with_own_products(module: torch.nn.Module) -> set[str]:
+    """Classes of modules that hold matrices, and are neither linear layers nor embeddings."""
+    known = torch.nn.Linear | torch.nn.Embedding
+    return {
+        type(one).__name__
+        for one in module.modules()
+        if not isinstance(one, known)
+        and any(weight.ndim > 1 for weight in one.parameters(recurse=False))
+    }
 
 
 def _distinct_linears(module: torch.nn.Module) -> list[torch.nn.Linear]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from splitserve.engine.step import Draw, PlanItem, StepPlan
+from splitserve.errors import UnsupportedModel
 from splitserve.model.exact import invariant_rows
 from splitserve.model.forward import Forward
 from splitserve.model.loader import LoadedModel, load
@@ -87,6 +88,20 @@ def test_exact_mode_gives_the_same_bits_however_a_prompt_is_cut(
     assert np.isfinite(whole).all()
     for cuts in ([40], [17, 40], [3, 20, 39, 40], list(range(1, 41))):
         np.testing.assert_array_equal(last_logits(cuts), whole)
+
+
+@pytest.mark.parametrize("name", [*MIXTURES, "deepseek_v3"])
+def test_exact_mode_refuses_mixtures_by_the_name_of_their_layers(
+    tmp_path: Path, tiny_path: Path, name: str
+) -> None:
+    kind, changes = CARRIED[name]
+    if name == "deepseek_v3":
+        experts = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+        changes = {**changes, **experts, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+    build(tmp_path, tiny_path, kind, **changes)
+    loaded = load(tmp_path)
+    with pytest.raises(UnsupportedModel, match=r"Exact mode can't be had: how \w*Experts.* mult"):
+        TorchRunner(loaded, blocks_for(loaded), 16, exact=True)
 
 
 def test_each_layer_is_registered(tmp_path: Path, tiny_path: Path) -> None:
