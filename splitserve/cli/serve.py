@@ -23,7 +23,8 @@ console = Console(highlight=False, soft_wrap=True)
 
 def serve(
     model: Annotated[
-        str | None, typer.Argument(help="Alias, directory or hub id; default: see `model list`.")
+        str | None,
+        typer.Argument(help="Alias, directory, GGUF file or hub id; default: see `model list`."),
     ] = None,
     prefill: Annotated[
         int, typer.Option(min=0, help="Prefill workers; with no workers named, 1 and 1 decode.")
