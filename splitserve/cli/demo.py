@@ -29,7 +29,9 @@ QUESTION = (
 
 def demo(
     question: Annotated[str, typer.Argument(help="What to ask.")] = QUESTION,
-    model: Annotated[str | None, typer.Option(help="Alias, directory, GGUF file or hub id.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Alias, directory, GGUF file or hub id.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Length of the answer.")] = 96,
     exact: Annotated[bool, typer.Option("--exact", help="See `serve --exact`.")] = False,
 ) -> None:
