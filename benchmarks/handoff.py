@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
 
@@ -41,17 +42,21 @@ def main() -> None:
     source = Segment.create(num_blocks, FORMAT.block_bytes)
     target = Segment.create(num_blocks, FORMAT.block_bytes)
     source.blocks[:] = np.random.default_rng(0).integers(0, 255, source.blocks.shape, np.uint8)
-    reader = ShmTransport(target).open([os.dup(source.fd)], num_blocks, FORMAT)
+    export = ShmTransport(source).export()
+    fds = [os.dup(fd) for fd in export.descriptors()]
+    link = ShmTransport(target).open(export.card, fds, num_bytes)
     order = np.random.default_rng(1).permutation(num_blocks)
+    size, never = FORMAT.block_bytes, threading.Event()
+    offsets = [int(block) * size for block in order]
     digests = [xxhash.xxh3_128_digest(block) for block in source.blocks]
 
     def copy() -> None:
-        for block in order:
-            reader.read(int(block), int(block))
+        for _ in link.read(offsets, offsets, size, never):
+            pass
 
     def copy_and_verify() -> None:
-        for block in order:
-            reader.read(int(block), int(block))
+        for i in link.read(offsets, offsets, size, never):
+            block = order[i]
             assert xxhash.xxh3_128_digest(target.blocks[block]) == digests[block]
 
     def seal() -> None:

@@ -5,7 +5,7 @@ setting nothing is injected. Points:
 
   seal          before the digests of a lease are computed
   fetch.begin   before the first block is copied
-  fetch.block   before each block is copied
+  fetch.block   before the first block and after each one (between two, they can be cancelled)
   fetch.verify  after the last block was copied, before its proof
   step          after a step of the engine, when its frame has left
 

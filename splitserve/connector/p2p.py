@@ -7,6 +7,7 @@ lease held throughout.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import queue
@@ -44,7 +45,7 @@ from splitserve.errors import FormatMismatch, SplitserveError, TransferFailed
 from splitserve.faults import Faults
 from splitserve.kv.format import KVFormat
 from splitserve.kv.lease import Lease, LeaseTable
-from splitserve.transport.base import Reader, Transport
+from splitserve.transport.base import Link, Transport
 from splitserve.transport.segment import Segment
 from splitserve.wire import Offer
 
@@ -119,11 +120,11 @@ class P2PScheduler(SchedulerSide):
 @dataclass(slots=True)
 class _Peer:
     channel: SideChannel
-    reader: Reader
+    link: Link
 
     def close(self) -> None:
         self.channel.close()
-        self.reader.close()
+        self.link.close()
 
 
 class P2PWorker(WorkerSide):
@@ -197,7 +198,7 @@ class P2PWorker(WorkerSide):
         for peer in self._peers.values():
             peer.close()
         self._peers.clear()
-        self._export.close()
+        self._transport.close()
 
     # --- the sealing thread
 
@@ -239,16 +240,20 @@ class P2PWorker(WorkerSide):
         self._faults.hit("fetch.begin", cancelled)
         peer = self._peer(offer.worker_id, offer.epoch, offer.address)
         try:
-            for source, target in zip(job.source, job.target, strict=True):
+            size = self._config.kv_format.block_bytes
+            there = [offer.block_ids[source] * size for source in job.source]
+            here = [target * size for target in job.target]
+            with contextlib.closing(peer.link.read(there, here, size, cancelled)) as pieces:
                 self._faults.hit("fetch.block", cancelled)
-                if cancelled.is_set():
-                    raise TransferFailed("The request was cancelled.")
-                peer.reader.read(offer.block_ids[source], target)
-                if self._faults.flips("fetch.block"):
-                    self._segment.blocks[target][0] ^= 1
-                if offer.digests:
-                    self._verify(offer, source, target)
+                for i in pieces:
+                    if self._faults.flips("fetch.block"):
+                        self._segment.blocks[job.target[i]][0] ^= 1
+                    if offer.digests:
+                        self._verify(offer, job.source[i], job.target[i])
+                    self._faults.hit("fetch.block", cancelled)
             self._faults.hit("fetch.verify", cancelled)
+            if cancelled.is_set():
+                raise TransferFailed("The request was cancelled.")
             if offer.digests:
                 return "digest"
             if peer.channel.confirm(offer.lease_id):
@@ -278,13 +283,12 @@ class P2PWorker(WorkerSide):
             )
             channel = SideChannel(address, hello, CONNECT_TIMEOUT_S)
             try:
-                reader = self._transport.open(
-                    channel.descriptors, channel.num_blocks, self._config.kv_format
-                )
+                num_bytes = channel.num_blocks * self._config.kv_format.block_bytes
+                link = self._transport.open(channel.card, channel.descriptors, num_bytes)
             except TransferFailed:
                 channel.close()
                 raise
-            self._peers[key] = _Peer(channel, reader)
+            self._peers[key] = _Peer(channel, link)
         return self._peers[key]
 
     def _end_lease(self, offer: Offer) -> None:
@@ -320,7 +324,8 @@ class P2PWorker(WorkerSide):
                 reason = self._refusal(message)
                 if reason:
                     return Refused(reason), []
-                return Welcome(len(self._segment.blocks)), self._export.descriptors()
+                welcome = Welcome(len(self._segment.blocks), self._export.card)
+                return welcome, self._export.descriptors()
 
     def _refusal(self, hello: PeerHello) -> str:
         """Why a reader is not welcome, naming both values; empty if it is."""

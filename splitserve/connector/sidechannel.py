@@ -24,7 +24,7 @@ from splitserve.kv.format import KVFormat
 
 log = logging.getLogger(__name__)
 
-SIDE_CHANNEL_VERSION = 1
+SIDE_CHANNEL_VERSION = 2  # 2: the welcome carries the transport's card
 _MAX_MESSAGE_BYTES = 1 << 16
 _MAX_DESCRIPTORS = 8
 
@@ -40,9 +40,13 @@ class PeerHello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """Accepted; the transport's descriptors come with it."""
+    """Accepted; the transport's descriptors come with it.
+
+    card: what opens the region, opaque to all but the transport.
+    """
 
     num_blocks: int
+    card: bytes
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -179,6 +183,7 @@ class SideChannel:
             reason = reply.reason if isinstance(reply, Refused) else f"unexpected {reply}"
             raise FormatMismatch(f"The source refused the handshake: {reason}")
         self.num_blocks = reply.num_blocks
+        self.card = reply.card
 
     def confirm(self, lease_id: str) -> bool:
         """The source's word that the lease held until now; False also if it can't be reached."""

@@ -68,8 +68,11 @@ class Segment:
             ) from error
 
     @classmethod
-    def attach(cls, fd: int, num_blocks: int, block_bytes: int) -> Segment:
-        """Map a peer's segment read-only; takes over `fd`. Raise TransferFailed if it is not one.
+    def attach(
+        cls, fd: int, num_blocks: int, block_bytes: int, *, writable: bool = False
+    ) -> Segment:
+        """Map a peer's segment; takes over `fd`. Raise TransferFailed if it is not one, or, to be
+        written, if the descriptor is for reading only.
 
         The seals are checked: a segment that could shrink could kill its reader with SIGBUS.
         """
@@ -82,7 +85,7 @@ class Segment:
                 raise TransferFailed(
                     f"The peer's segment has {size} bytes, its format says {expected}."
                 )
-            return cls(fd, num_blocks, block_bytes, writable=False)
+            return cls(fd, num_blocks, block_bytes, writable=writable)
         except TransferFailed:
             os.close(fd)
             raise

@@ -214,7 +214,7 @@ def test_offers_of_something_else_are_refused_with_both_values(pair: Pair) -> No
 def test_a_block_number_outside_the_pool_is_a_failed_fetch(pair: Pair) -> None:
     offer = pair.offer()
     bad = msgspec.structs.replace(offer, block_ids=[10**6, *offer.block_ids[1:]])
-    assert "no block" in failure(pair, bad)
+    assert "outside the peer" in failure(pair, bad)
 
 
 def test_aborted_while_copying_the_blocks_are_in_quarantine_until_the_copy_ended() -> None:

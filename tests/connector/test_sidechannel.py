@@ -22,7 +22,7 @@ HELLO = PeerHello(SIDE_CHANNEL_VERSION, "epoch", "shm", b"identity", simulated_f
 
 def test_a_look_at_a_living_peer_takes_no_time() -> None:
     address = f"splitserve/test/{secrets.token_hex(6)}"
-    server = SideChannelServer(address, lambda message: (Welcome(1), []))
+    server = SideChannelServer(address, lambda message: (Welcome(1, b""), []))
     channel = SideChannel(address, HELLO, timeout_s=30.0)
     start = time.monotonic()
     assert channel.is_open
@@ -40,7 +40,7 @@ def test_a_late_confirmation_is_not_taken_for_the_next_one() -> None:
         if isinstance(message, Confirm):
             release.wait(30)
             return Confirmed(message.lease_id == "held"), []
-        return Welcome(1), []
+        return Welcome(1, b""), []
 
     server = SideChannelServer(address, answer)  # type: ignore[arg-type]
     channel = SideChannel(address, HELLO, timeout_s=0.1)

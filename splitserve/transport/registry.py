@@ -1,0 +1,34 @@
+"""The transports by name, imported when asked for: one may need a library that is not installed."""
+
+from __future__ import annotations
+
+import importlib
+from typing import cast
+
+from splitserve.errors import ConfigError
+from splitserve.transport.base import Transport
+from splitserve.transport.segment import Segment
+
+TRANSPORTS = {
+    "shm": ("splitserve.transport.shm", "ShmTransport", ""),
+}
+"""Name: module, class, and the extra of this package that brings what it imports."""
+
+
+def make_transport(name: str, segment: Segment, host: str = "127.0.0.1") -> Transport:
+    """The transport `name` for one segment; raise ConfigError for an unknown name or a library
+    that is missing.
+
+    host: the address on which transports that listen do so.
+    """
+    if name not in TRANSPORTS:
+        raise ConfigError(f"Unknown transport {name!r}; known: {', '.join(TRANSPORTS)}.")
+    module, class_name, extra = TRANSPORTS[name]
+    try:
+        made = getattr(importlib.import_module(module), class_name)(segment, host)
+    except ImportError as error:
+        raise ConfigError(
+            f"Transport {name} can't be had here: {error}.",
+            advice=f"pip install 'splitserve[{extra}]'." if extra else "",
+        ) from error
+    return cast(Transport, made)
