@@ -22,6 +22,36 @@ class SplitMode(enum.StrEnum):
     NEVER = "never"
 
 
+class Handoff(enum.StrEnum):
+    """How much KV moves at a time, and who moves it (design §4)."""
+
+    AUTO = "auto"
+    REQUEST_PULL = "request-pull"
+    CHUNK_PULL = "chunk-pull"
+
+    @classmethod
+    def parse(cls, text: str) -> Handoff:
+        """By its name; raise ConfigError that says why a pair is none, or what is known."""
+        if text in list(cls):
+            return cls(text)
+        known = ", ".join(cls)
+        grain, _, direction = text.partition("-")
+        if grain in ("request", "chunk", "layer") and direction in ("pull", "push"):
+            raise ConfigError(
+                f"KV can't be handed over by {text}: {_INVALID_HANDOFFS[text]}.",
+                advice=f"Choose one of {known}.",
+            )
+        raise ConfigError(f"Unknown handoff {text!r}; known: {known}.")
+
+
+_INVALID_HANDOFFS = {
+    "request-push": "who decodes is chosen after prefill, so there is nobody to push to before",
+    "layer-pull": "asking for each layer costs a round trip per layer and step",
+    "chunk-push": "landing zones are not built yet",
+    "layer-push": "landing zones are not built yet",
+}
+
+
 class Deadlines(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long each phase may last, in seconds (design §6)."""
 
@@ -65,6 +95,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     split: SplitMode = SplitMode.AUTO
+    handoff: Handoff = Handoff.AUTO
     local_prefill_tokens: int = 32
     max_inflight: int = 256
     retries: int = 3

@@ -44,7 +44,9 @@ class Timeline:
     attempt: int = 0
     num_output: int = 0
     cached_tokens: int | None = None
+    transfer_s: float | None = None  # spent copying and proving
     transfer_bytes: int = 0
+    exposed_predicted_s: dict[str, float] = field(default_factory=dict)  # by grain
     reused_tokens: int = 0
     transfer_proof: str = ""
     num_preemptions: int = 0
@@ -94,6 +96,24 @@ class Timeline:
         first, second = self.first(Moment.FIRST_TOKEN), self.first(Moment.SECOND_TOKEN)
         return None if first is None or second is None else second - first
 
+    @property
+    def exposed_transfer_s(self) -> float | None:
+        """End of prefill to end of the transfer: what moving the KV added to the handoff gap."""
+        prefill = self.last(Moment.PREFILL_ENDED)
+        ended = self.last(Moment.TRANSFER_ENDED)
+        started = self.last(Moment.TRANSFER_STARTED)
+        if prefill is None or ended is None or started is None:
+            return None
+        return max(0.0, ended - max(prefill, started))
+
+    @property
+    def hidden_transfer(self) -> float | None:
+        """Share of the transfer that went on beside the prefill, 0 to 1."""
+        exposed = self.exposed_transfer_s
+        if exposed is None or not self.transfer_s:
+            return None
+        return max(0.0, 1.0 - exposed / self.transfer_s)
+
     def spans(self) -> dict[str, float]:
         """Seconds by phase, of the last attempt; phases that did not occur are left out."""
         finished = self.last(Moment.FINISHED)
@@ -101,7 +121,8 @@ class Timeline:
         spans = {
             "queue": self._span(Moment.PREFILL_QUEUED, Moment.PREFILL_STARTED),
             "prefill": self._span(Moment.PREFILL_STARTED, Moment.PREFILL_ENDED),
-            "transfer": self._span(Moment.TRANSFER_STARTED, Moment.TRANSFER_ENDED),
+            "transfer": self.transfer_s,
+            "exposed_transfer": self.exposed_transfer_s,
             "handoff_gap": self.handoff_gap_s,
             "decode": None if finished is None or second is None else finished - second,
             "ttft": self.ttft_s,
@@ -132,6 +153,11 @@ class Timeline:
             "output_tokens": self.num_output,
             "cached_tokens": self.cached_tokens,
             "transfer_bytes": self.transfer_bytes,
+            "hidden_transfer": self.hidden_transfer,
+            "exposed_predicted_ms": {
+                grain: round(seconds * 1e3, 3)
+                for grain, seconds in self.exposed_predicted_s.items()
+            },
             "reused_tokens": self.reused_tokens,
             "transfer_proof": self.transfer_proof,
             "preemptions": self.num_preemptions,

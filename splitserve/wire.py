@@ -5,6 +5,7 @@ decoded) and a msgpack list of one tagged message. Nothing is ever unpickled.
 
 History:
   1  first version.
+  2  handoffs at chunk granularity: Submit.grain, Part, Deliver, Complete.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from splitserve.errors import FormatMismatch
 from splitserve.kv.format import KVFormat, ModelIdentity
 from splitserve.sampling import Logprobs, Sampling
 
-WIRE_VERSION = 1
-_VERSIONS_ACCEPTED = (1,)
+WIRE_VERSION = 2
+_VERSIONS_ACCEPTED = (2,)
 
 
 class Leg(enum.StrEnum):
@@ -35,6 +36,13 @@ class Role(enum.StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     MIXED = "mixed"
+
+
+class Grain(enum.StrEnum):
+    """How much of a prompt's KV moves at a time (design §4)."""
+
+    REQUEST = "request"  # all of it, when prefill has ended
+    CHUNK = "chunk"  # the blocks that each step filled, while prefill goes on
 
 
 class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,6 +69,23 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digests: list[bytes]  # xxh3-128 of each block's bytes, or empty: then only a confirm proves
 
 
+class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Some of the blocks of an offer to come: final, leased, and readable now (design 3.3).
+
+    Parts of a handoff have the same lease, follow each other without a gap, and are a prefix of
+    what its Offer says in the end.
+    """
+
+    lease_id: str
+    lease_s: float
+    worker_id: str
+    epoch: str
+    address: str
+    first: int  # index of block_ids[0] among the sequence's blocks
+    block_ids: list[int]
+    digests: list[bytes]
+
+
 # --- gateway to worker ----------------------------------------------------------------------------
 
 
@@ -75,6 +100,22 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     salt: str = ""  # tenant's salt: roots the keys, so that tenants share no cache
     offer: Offer | None = None
     deadline_s: float = 600.0  # time left for the whole request
+    # chunk: a prefill leg tells its parts; a decode leg without an offer gets them, and it, later
+    grain: Grain = Grain.REQUEST
+
+
+class Deliver(msgspec.Struct, frozen=True, tag="deliver"):
+    """A part for a decode leg of grain chunk."""
+
+    request_id: str
+    part: Part
+
+
+class Complete(msgspec.Struct, frozen=True, tag="complete"):
+    """The offer for a decode leg of grain chunk: what no part has brought, and the outcome."""
+
+    request_id: str
+    offer: Offer
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -185,6 +226,13 @@ class Offered(msgspec.Struct, frozen=True, tag="offered"):
     seal_s: float  # time the digests took
 
 
+class PartReady(msgspec.Struct, frozen=True, tag="part_ready"):
+    """A prefill leg of grain chunk has filled blocks that can be fetched."""
+
+    request_id: str
+    part: Part
+
+
 class FetchStarted(msgspec.Struct, frozen=True, tag="fetch_started"):
     """The decode worker has blocks and begins to copy."""
 
@@ -196,7 +244,7 @@ class FetchEnded(msgspec.Struct, frozen=True, tag="fetch_ended"):
     """The transfer ended, with a proof."""
 
     request_id: str
-    transfer_s: float
+    transfer_s: float  # spent copying and proving; between parts it stands still
     num_bytes: int
     reused_tokens: int  # granules that the receiver had already, in tokens
     proof: str  # "digest", "lease", "local" (nothing had to move)
@@ -235,6 +283,7 @@ Notice = (
     Started
     | PrefillEnded
     | Offered
+    | PartReady
     | FetchStarted
     | FetchEnded
     | FetchFailed
@@ -258,7 +307,7 @@ class Frame(msgspec.Struct, frozen=True, tag="frame"):
     step_tokens: int = 0
 
 
-ToWorker = Submit | Abort | Release | Renew | Meet | Resend | Check | Stop
+ToWorker = Submit | Deliver | Complete | Abort | Release | Renew | Meet | Resend | Check | Stop
 ToGateway = Hello | Frame
 
 _encoder = msgspec.msgpack.Encoder()

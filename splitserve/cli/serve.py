@@ -13,7 +13,14 @@ import uvloop
 from rich.console import Console
 
 from splitserve.cluster.runtime import Runtime
-from splitserve.config import Deadlines, GatewayConfig, ServeConfig, SplitMode, parse_bytes
+from splitserve.config import (
+    Deadlines,
+    GatewayConfig,
+    Handoff,
+    ServeConfig,
+    SplitMode,
+    parse_bytes,
+)
 from splitserve.errors import ConfigError, SplitserveError
 from splitserve.model.device import require_device
 from splitserve.model.fetch import ResolvedModel, resolve_model
@@ -36,6 +43,13 @@ def serve(
     split: Annotated[
         SplitMode, typer.Option(help="auto: prompts of up to 32 tokens stay on a decode worker.")
     ] = SplitMode.AUTO,
+    handoff: Annotated[
+        str,
+        typer.Option(
+            help="When KV moves: request-pull (after prefill), chunk-pull (while it goes on), or "
+            "auto, what is predicted to delay the second token less."
+        ),
+    ] = "auto",
     exact: Annotated[
         bool, typer.Option("--exact", help="Same answer, bit for bit, however work is divided.")
     ] = False,
@@ -97,6 +111,7 @@ def serve(
             runner=runner,
             gateway=GatewayConfig(
                 split=split,
+                handoff=Handoff.parse(handoff),
                 max_inflight=max_inflight,
                 deadlines=Deadlines().with_overrides(deadline or []),
             ),

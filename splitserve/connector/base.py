@@ -15,7 +15,7 @@ from typing import Protocol
 
 from splitserve.kv.lease import Lease
 from splitserve.sampling import Sampling
-from splitserve.wire import Offer
+from splitserve.wire import Offer, Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,16 @@ class HandoffState:
 
 
 @dataclass(frozen=True, slots=True)
+class SealJob:
+    """Digest these blocks, which a lease pins: all of a prompt's, or those of a part of it."""
+
+    lease_id: str
+    blocks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class SealDone:
-    """Digests of a lease's blocks are ready: xxh3-128 of each, or none in mode `lease`.
+    """Digests of a job's blocks are ready: xxh3-128 of each, or none in mode `lease`.
 
     With a `reason` the blocks can't be offered, and it says why.
     """
@@ -44,17 +52,23 @@ class SealDone:
 
 @dataclass(frozen=True, slots=True)
 class FetchJob:
-    """Copy offer.block_ids[source[i]] of the source's pool into our block target[i]."""
+    """Copy block_ids[i] of the source's pool into our block target[i].
+
+    source is the part or the offer that names them; digests are theirs, or empty. A handoff has one
+    job or several; is_last: none follows, the source's lease is needed no more.
+    """
 
     request_id: str
-    offer: Offer
-    source: list[int]
+    source: Part | Offer
+    block_ids: list[int]
+    digests: list[bytes]
     target: list[int]
+    is_last: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class FetchDone:
-    """A fetch is over and nothing touches its target blocks any more.
+    """A job is over and nothing touches its target blocks any more.
 
     proof is "digest" or "lease" if the blocks may be used, None if not; `reason` then says why.
     """
@@ -87,6 +101,10 @@ class SchedulerSide(abc.ABC):
         """Once per prefill leg, after `SealDone` of its lease."""
 
     @abc.abstractmethod
+    def make_part(self, lease: Lease, first: int, blocks: list[int], digests: list[bytes]) -> Part:
+        """Once per `SealDone` of a leg of grain chunk, but for the last, which is the offer's."""
+
+    @abc.abstractmethod
     def check_offer(self, offer: Offer, keys: Sequence[bytes], num_tokens: int) -> None:
         """Once per decode leg, before blocks are reserved for it.
 
@@ -99,25 +117,25 @@ class WorkerSide(abc.ABC):
     """Moves bytes between the pool and elsewhere, on its own threads."""
 
     @abc.abstractmethod
-    def start_seal(self, lease: Lease) -> None:
-        """Once per prefill leg, when its blocks are leased: begin to digest them, after they
-        were brought to the host. Its `SealDone` always comes."""
+    def start_seal(self, job: SealJob) -> None:
+        """Once per prefill leg, or per part of it, when the blocks are leased: begin to digest
+        them, after they were brought to the host. Its `SealDone` always comes, in order."""
 
     @abc.abstractmethod
     def start_fetch(self, job: FetchJob) -> None:
-        """Once per decode leg that lacks blocks: begin to copy. The target blocks are the job's
-        until its `FetchDone`, which always comes."""
+        """Once or more per decode leg that lacks blocks: begin to copy. The target blocks are the
+        job's until its `FetchDone`, which always comes, in the order of a request's jobs."""
 
     @abc.abstractmethod
     def cancel_fetch(self, request_id: str) -> None:
-        """The request is gone: end its fetch soon. Its `FetchDone` still comes."""
+        """The request is gone: end its jobs soon. Each `FetchDone` still comes."""
 
     @abc.abstractmethod
     def meet(self, worker_id: str, epoch: str, address: str) -> None:
         """Another worker is up: connect to it ahead of its first offer. Failing is harmless."""
 
     @abc.abstractmethod
-    def end_lease(self, offer: Offer) -> None:
+    def end_lease(self, offer: Part | Offer) -> None:
         """Nothing had to move: tell the source that this reader needs its lease no more."""
 
     @abc.abstractmethod

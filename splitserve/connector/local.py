@@ -11,15 +11,19 @@ from splitserve.connector.base import (
     HandoffState,
     SchedulerSide,
     SealDone,
+    SealJob,
     WorkerSide,
 )
 from splitserve.errors import TransferFailed
 from splitserve.kv.lease import Lease
-from splitserve.wire import Offer
+from splitserve.wire import Offer, Part
 
 
 class _NoScheduler(SchedulerSide):
     def make_offer(self, lease: Lease, state: HandoffState, digests: list[bytes]) -> Offer:
+        raise AssertionError("an engine without peers has nobody to offer KV to")
+
+    def make_part(self, lease: Lease, first: int, blocks: list[int], digests: list[bytes]) -> Part:
         raise AssertionError("an engine without peers has nobody to offer KV to")
 
     def check_offer(self, offer: Offer, keys: Sequence[bytes], num_tokens: int) -> None:
@@ -27,7 +31,7 @@ class _NoScheduler(SchedulerSide):
 
 
 class _NoWorker(WorkerSide):
-    def start_seal(self, lease: Lease) -> None:
+    def start_seal(self, job: SealJob) -> None:
         raise AssertionError("an engine without peers runs no prefill legs")
 
     def start_fetch(self, job: FetchJob) -> None:
@@ -39,7 +43,7 @@ class _NoWorker(WorkerSide):
     def meet(self, worker_id: str, epoch: str, address: str) -> None:
         pass
 
-    def end_lease(self, offer: Offer) -> None:
+    def end_lease(self, offer: Part | Offer) -> None:
         pass
 
     def poll(self) -> list[SealDone | FetchDone]:

@@ -1,4 +1,5 @@
-"""Connector `p2p`, request x pull: the reader copies leased blocks out of the source's pool.
+"""Connector `p2p`, pull: the reader copies leased blocks out of the source's pool, all of them when
+prefill has ended or each step's while it goes on.
 
 A copy may be used only with a proof (design 3.4): every block's digest equals the one in the offer
 (then a dead source does not matter), or, without digests, the source's word after the copy that the
@@ -14,7 +15,7 @@ import queue
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import xxhash
 
@@ -26,6 +27,7 @@ from splitserve.connector.base import (
     HandoffState,
     SchedulerSide,
     SealDone,
+    SealJob,
     Staging,
     Wake,
     WorkerSide,
@@ -47,7 +49,7 @@ from splitserve.kv.format import KVFormat
 from splitserve.kv.lease import Lease, LeaseTable
 from splitserve.transport.base import Link, Transport
 from splitserve.transport.segment import Segment
-from splitserve.wire import Offer
+from splitserve.wire import Offer, Part
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +98,19 @@ class P2PScheduler(SchedulerSide):
             digests=digests,
         )
 
+    def make_part(self, lease: Lease, first: int, blocks: list[int], digests: list[bytes]) -> Part:
+        config = self._config
+        return Part(
+            lease_id=lease.lease_id,
+            lease_s=lease.deadline_s - self._clock.now(),
+            worker_id=config.worker_id,
+            epoch=config.epoch,
+            address=config.address,
+            first=first,
+            block_ids=blocks,
+            digests=digests,
+        )
+
     def check_offer(self, offer: Offer, keys: Sequence[bytes], num_tokens: int) -> None:
         config = self._config
         if offer.identity != config.identity:
@@ -127,6 +142,14 @@ class _Peer:
         self.link.close()
 
 
+@dataclass(slots=True)
+class _Request:
+    """A request's jobs: told to end all at once."""
+
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    num_jobs: int = 0
+
+
 class P2PWorker(WorkerSide):
     """Threads: one answers readers, one digests our leases, one copies for us."""
 
@@ -150,7 +173,7 @@ class P2PWorker(WorkerSide):
         self._faults = faults or Faults()
         self._staging = staging
         self._done: queue.SimpleQueue[SealDone | FetchDone] = queue.SimpleQueue()
-        self._cancelled: dict[str, threading.Event] = {}
+        self._requests: dict[str, _Request] = {}  # those with jobs
         self._peers: dict[tuple[str, str], _Peer] = {}  # only the copying thread's
         self._export = transport.export()
         self._sealer = ThreadPoolExecutor(1, thread_name_prefix="kv-seal")
@@ -160,23 +183,23 @@ class P2PWorker(WorkerSide):
 
     # --- called by the engine thread
 
-    def start_seal(self, lease: Lease) -> None:
-        self._sealer.submit(self._seal, lease)
+    def start_seal(self, job: SealJob) -> None:
+        self._sealer.submit(self._seal, job)
 
     def start_fetch(self, job: FetchJob) -> None:
-        cancelled = threading.Event()
-        self._cancelled[job.request_id] = cancelled
-        self._fetcher.submit(self._fetch, job, cancelled)
+        request = self._requests.setdefault(job.request_id, _Request())
+        request.num_jobs += 1
+        self._fetcher.submit(self._fetch, job, request.cancelled)
 
     def cancel_fetch(self, request_id: str) -> None:
-        cancelled = self._cancelled.get(request_id)
-        if cancelled is not None:
-            cancelled.set()
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.cancelled.set()
 
     def meet(self, worker_id: str, epoch: str, address: str) -> None:
         self._fetcher.submit(self._meet, worker_id, epoch, address)
 
-    def end_lease(self, offer: Offer) -> None:
+    def end_lease(self, offer: Part | Offer) -> None:
         self._fetcher.submit(self._end_lease, offer)
 
     def poll(self) -> list[SealDone | FetchDone]:
@@ -184,14 +207,17 @@ class P2PWorker(WorkerSide):
         while not self._done.empty():
             event = self._done.get()
             if isinstance(event, FetchDone):
-                self._cancelled.pop(event.request_id, None)
+                request = self._requests[event.request_id]
+                request.num_jobs -= 1
+                if not request.num_jobs:
+                    del self._requests[event.request_id]
             events.append(event)
         return events
 
     def close(self) -> None:
         self._closing.set()
-        for cancelled in self._cancelled.values():
-            cancelled.set()
+        for request in self._requests.values():
+            request.cancelled.set()
         self._fetcher.shutdown(wait=True, cancel_futures=True)
         self._sealer.shutdown(wait=True, cancel_futures=True)
         self._server.close()
@@ -202,20 +228,20 @@ class P2PWorker(WorkerSide):
 
     # --- the sealing thread
 
-    def _seal(self, lease: Lease) -> None:
+    def _seal(self, job: SealJob) -> None:
         start = self._clock.now()
         self._faults.hit("seal", self._closing)
         digests: list[bytes] = []
         reason = ""
         try:
             if self._staging is not None:
-                self._staging.to_host(lease.blocks)
+                self._staging.to_host(job.blocks)
             if self._config.digests == "full":
-                digests = [xxhash.xxh3_128_digest(self._segment.blocks[b]) for b in lease.blocks]
+                digests = [xxhash.xxh3_128_digest(self._segment.blocks[b]) for b in job.blocks]
         except Exception as error:
-            log.exception("seal of %s", lease.lease_id)
+            log.exception("seal of %s", job.lease_id)
             reason = f"The blocks could not be brought to the host: {error!r}"
-        self._report(SealDone(lease.lease_id, digests, self._clock.now() - start, reason))
+        self._report(SealDone(job.lease_id, digests, self._clock.now() - start, reason))
 
     # --- the copying thread
 
@@ -236,35 +262,33 @@ class P2PWorker(WorkerSide):
 
     def _copy(self, job: FetchJob, cancelled: threading.Event) -> str:
         """Copy and prove; return the kind of proof or raise."""
-        offer = job.offer
+        source = job.source
         self._faults.hit("fetch.begin", cancelled)
-        peer = self._peer(offer.worker_id, offer.epoch, offer.address)
+        peer = self._peer(source.worker_id, source.epoch, source.address)
         try:
             size = self._config.kv_format.block_bytes
-            there = [offer.block_ids[source] * size for source in job.source]
-            here = [target * size for target in job.target]
+            there = [block * size for block in job.block_ids]
+            here = [block * size for block in job.target]
             with contextlib.closing(peer.link.read(there, here, size, cancelled)) as pieces:
                 self._faults.hit("fetch.block", cancelled)
                 for i in pieces:
+                    block = self._segment.blocks[job.target[i]]
                     if self._faults.flips("fetch.block"):
-                        self._segment.blocks[job.target[i]][0] ^= 1
-                    if offer.digests:
-                        self._verify(offer, job.source[i], job.target[i])
+                        block[0] ^= 1
+                    if job.digests and xxhash.xxh3_128_digest(block) != job.digests[i]:
+                        raise TransferFailed(f"Block {i} of the fetch has the wrong digest.")
                     self._faults.hit("fetch.block", cancelled)
             self._faults.hit("fetch.verify", cancelled)
             if cancelled.is_set():
                 raise TransferFailed("The request was cancelled.")
-            if offer.digests:
+            if job.digests:
                 return "digest"
-            if peer.channel.confirm(offer.lease_id):
+            if peer.channel.confirm(source.lease_id):
                 return "lease"
             raise TransferFailed("The source did not confirm that its lease held.")
         finally:
-            peer.channel.done(offer.lease_id)
-
-    def _verify(self, offer: Offer, source: int, target: int) -> None:
-        if xxhash.xxh3_128_digest(self._segment.blocks[target]) != offer.digests[source]:
-            raise TransferFailed(f"Block {source} of the offer has the wrong digest.")
+            if job.is_last:
+                peer.channel.done(source.lease_id)
 
     def _peer(self, worker_id: str, epoch: str, address: str) -> _Peer:
         """The opened pool of a worker epoch; closes those that are gone on the way."""
@@ -291,7 +315,7 @@ class P2PWorker(WorkerSide):
             self._peers[key] = _Peer(channel, link)
         return self._peers[key]
 
-    def _end_lease(self, offer: Offer) -> None:
+    def _end_lease(self, offer: Part | Offer) -> None:
         try:
             peer = self._peer(offer.worker_id, offer.epoch, offer.address)
             peer.channel.done(offer.lease_id)

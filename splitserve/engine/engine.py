@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 from splitserve import wire
 from splitserve.clock import Clock
-from splitserve.connector.base import Connector, FetchDone, HandoffState, SealDone
+from splitserve.connector.base import Connector, SealDone
+from splitserve.engine.handoff import Reader, Source
 from splitserve.engine.scheduler import Drawn, Scheduler
 from splitserve.engine.sequence import Sequence, Status
 from splitserve.engine.step import PlanItem, Runner, StepPlan, StepResult
-from splitserve.errors import DeviceLost, SplitserveError, TransferFailed, WorkerFault
+from splitserve.errors import DeviceLost, SplitserveError, WorkerFault
 from splitserve.kv.keys import root_key
-from splitserve.kv.lease import Lease, LeaseEnd
 from splitserve.kv.table import BlockTable
 from splitserve.sampling import Logprobs
 
@@ -55,7 +55,8 @@ class Engine:
         self.outbox = Outbox()
         self._identity = identity
         self._sequences: dict[str, Sequence] = {}
-        self._unsealed: dict[str, tuple[Lease, Sequence]] = {}  # by lease id
+        self.source = Source(scheduler, connector, clock, self._tell)
+        self.reader = Reader(scheduler, connector, clock, self._tell, self._sequences)
         self._leases_by_request: dict[str, str] = {}
         self._num_arrived = 0
 
@@ -76,12 +77,13 @@ class Engine:
             arrived_s=now,
             deadline_s=now + message.deadline_s,
             offer=message.offer,
+            grain=message.grain,
         )
         self._num_arrived += 1
         try:
             self._check_submit(sequence)
         except SplitserveError as error:
-            if message.offer is not None:
+            if sequence.is_fetch:
                 self.outbox.notices.append(wire.FetchFailed(sequence.request_id, error.message))
             else:
                 self._end(sequence.request_id, "error", error.code, error.message)
@@ -101,8 +103,13 @@ class Engine:
                 f"{longest} tokens can't fit a pool of {pool.num_blocks * pool.block_size}."
             )
         if sequence.offer is not None:
-            keys = sequence.table.block_keys(sequence.tokens[: sequence.offer.num_tokens])
-            self.connector.scheduler.check_offer(sequence.offer, keys, len(sequence.tokens) - 1)
+            self.reader.check_offer(sequence, sequence.offer)
+
+    def deliver(self, request_id: str, part: wire.Part) -> None:
+        self.reader.deliver(request_id, part)
+
+    def complete(self, request_id: str, offer: wire.Offer) -> None:
+        self.reader.complete(request_id, offer)
 
     def abort(self, request_id: str) -> None:
         """Forget a request: its sequence, or the lease that it left."""
@@ -129,18 +136,10 @@ class Engine:
         self._collect_leases(now)
         for event in self.connector.worker.poll():
             if isinstance(event, SealDone):
-                self._offer(event)
+                self.source.on_sealed(event)
             else:
-                self._end_fetch(event)
-        for job in self.scheduler.admit_fetches(now):
-            sequence = self._sequences[job.request_id]
-            queued = now - sequence.arrived_s
-            self.outbox.notices.append(wire.FetchStarted(job.request_id, queued))
-            if job.target:
-                self.connector.worker.start_fetch(job)
-            else:
-                self.connector.worker.end_lease(job.offer)
-                self._end_fetch(FetchDone(job.request_id, "local", 0.0, 0))
+                self.reader.on_fetched(event)
+        self.reader.admit(now)
 
     def step(self) -> bool:
         """One step, if there is anything to compute. False: wait for something from outside."""
@@ -154,6 +153,8 @@ class Engine:
         after = self.clock.now()
         for drawn in self.scheduler.update(plan, result, after):
             self._tell_drawn(drawn, after)
+        for filled in self.scheduler.lending.take_filled():
+            self.source.seal(filled.sequence, filled.lease, filled.blocks)
         self.outbox.step_s += after - now
         self.outbox.step_tokens += plan.num_tokens
         return True
@@ -201,6 +202,7 @@ class Engine:
     def _collect_leases(self, now: float) -> None:
         for lease in self.scheduler.collect_leases(now):
             self._leases_by_request.pop(lease.request_id, None)
+            self.source.forget(lease)
 
     def _execute(self, plan: StepPlan) -> tuple[StepPlan, StepResult]:
         """Run the plan. If the runner raises, run its items one by one, so that only those ends
@@ -259,55 +261,11 @@ class Engine:
             self._end(request_id, drawn.end)
         elif drawn.lease is not None:
             del self._sequences[request_id]
-            self._unsealed[drawn.lease.lease_id] = (drawn.lease, sequence)
             self._leases_by_request[request_id] = drawn.lease.lease_id
-            self.connector.worker.start_seal(drawn.lease)
+            self.source.seal_rest(sequence, drawn.lease)
 
-    def _offer(self, event: SealDone) -> None:
-        lease, sequence = self._unsealed.pop(event.lease_id)
-        if lease.ended is LeaseEnd.RELEASED:
-            return
-        if event.reason:
-            self.scheduler.leases.release(lease.lease_id)
-            self._end(sequence.request_id, "error", TransferFailed.code, event.reason)
-            return
-        if not self.scheduler.leases.renew(lease.lease_id, self.clock.now()):
-            late = "The lease expired before its digests were computed."
-            self._end(sequence.request_id, "error", TransferFailed.code, late)
-            return
-        num_tokens = len(sequence.tokens) - 1
-        state = HandoffState(
-            num_tokens=num_tokens,
-            num_prompt_tokens=len(sequence.prompt_ids),
-            output_ids=list(sequence.output_ids),
-            sampling=sequence.sampling,
-            keys=list(sequence.table.block_keys(sequence.tokens[:num_tokens])),
-        )
-        offer = self.connector.scheduler.make_offer(lease, state, event.digests)
-        self.outbox.notices.append(wire.Offered(sequence.request_id, offer, event.seconds))
-
-    def _end_fetch(self, event: FetchDone) -> None:
-        ok = event.proof is not None
-        sequence = self.scheduler.end_fetch(event.request_id, ok)
-        if sequence is None:
-            return
-        if not ok:
-            del self._sequences[event.request_id]
-            self.outbox.notices.append(wire.FetchFailed(event.request_id, event.reason))
-            return
-        assert sequence.offer is not None
-        assert event.proof is not None
-        offer = sequence.offer
-        num_reused = len(offer.block_ids) - event.num_bytes // offer.format.block_bytes
-        self.outbox.notices.append(
-            wire.FetchEnded(
-                event.request_id,
-                event.seconds,
-                event.num_bytes,
-                min(offer.num_tokens, num_reused * offer.format.block_size),
-                event.proof,
-            )
-        )
+    def _tell(self, notice: wire.Notice) -> None:
+        self.outbox.notices.append(notice)
 
     def _end(self, request_id: str, reason: str, code: str = "", message: str = "") -> None:
         self.outbox.notices.append(wire.End(request_id, reason, code, message))

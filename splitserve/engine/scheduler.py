@@ -14,13 +14,13 @@ from collections import defaultdict, deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from splitserve.connector.base import FetchJob
-from splitserve.engine.sequence import Sequence, Status
+from splitserve.engine.lending import Lending
+from splitserve.engine.sequence import Incoming, Sequence, Status
 from splitserve.engine.step import Draw, PlanItem, StepPlan, StepResult
 from splitserve.kv.lease import Lease, LeaseTable
 from splitserve.kv.pool import BlockPool, OutOfBlocks, Ref
 from splitserve.sampling import Logprobs
-from splitserve.wire import Leg
+from splitserve.wire import Grain, Leg
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,14 @@ class Drawn:
     lease: Lease | None
 
 
+@dataclass(slots=True)
+class _Orphan:
+    """Blocks in quarantine until the jobs that fill them have ended."""
+
+    blocks: list[int]
+    num_jobs: int
+
+
 class Scheduler:
     """Queues and blocks of one engine. Not thread-safe."""
 
@@ -59,32 +67,32 @@ class Scheduler:
         self.config = config
         self.pool = pool
         self.leases = leases
+        self.lending = Lending(pool, leases)
         self.waiting: deque[Sequence] = deque()
         self.fetch_queue: deque[Sequence] = deque()
         self.fetching: dict[str, Sequence] = {}
         self.running: list[Sequence] = []  # oldest first
         self.preempted: list[Sequence] = []  # since the last `take_preempted`
         self.num_preemptions = 0
-        self._orphan_fetches: dict[str, list[int]] = {}  # aborted; target blocks in quarantine
+        self._orphans: dict[str, _Orphan] = {}  # fetches of aborted sequences
         self._mean_output = 64.0  # moving mean of what answers turned out to need
 
     # --- arrival and departure
 
     def add(self, sequence: Sequence) -> None:
         """Queue a leg. The caller has checked that it can ever fit."""
-        if sequence.offer is not None:
+        if sequence.is_fetch:
             self.fetch_queue.append(sequence)
         else:
             self.waiting.append(sequence)
 
     def abort(self, sequence: Sequence, now_s: float) -> None:
-        """Forget a sequence at this step boundary; a fetch's blocks go into quarantine."""
+        """Forget a sequence at this step boundary. Blocks that a fetch may still write go into
+        quarantine; a lease that its reader holds already is ended."""
+        self.lending.take_back(sequence)
         if sequence.status is Status.FETCHING:
             del self.fetching[sequence.request_id]
-            if sequence.held:
-                self.pool.quarantine(sequence.held, now_s)
-                self._orphan_fetches[sequence.request_id] = sequence.held
-                sequence.held = []
+            self._abandon_held(sequence, now_s)
         elif sequence.status is Status.RUNNING:
             self.running.remove(sequence)
         elif sequence in self.waiting:
@@ -93,6 +101,15 @@ class Scheduler:
             self.fetch_queue.remove(sequence)
         sequence.table.free()
         sequence.status = Status.DONE
+
+    def _abandon_held(self, sequence: Sequence, now_s: float) -> None:
+        assert sequence.incoming is not None
+        held, sequence.held = sequence.held, []
+        if not sequence.incoming.num_jobs:
+            self.pool.release_all(held, Ref.HELD)
+            return
+        self.pool.quarantine(held, now_s)
+        self._orphans[sequence.request_id] = _Orphan(held, sequence.incoming.num_jobs)
 
     @property
     def has_work(self) -> bool:
@@ -106,23 +123,17 @@ class Scheduler:
 
     # --- fetches
 
-    def admit_fetches(self, now_s: float) -> list[FetchJob]:
-        """Reserve blocks for handoffs, first come first served; their copies may start.
-
-        A job with no pairs needs no copy: everything was cached here. Each must be answered by
-        `end_fetch`.
-        """
-        jobs = []
+    def admit_fetches(self, now_s: float) -> list[Sequence]:
+        """Reserve blocks for handoffs, first come first served; their jobs may start. Each must be
+        answered by `end_fetch` or `abort`."""
+        admitted = []
         while self.fetch_queue and self._num_active < self.config.max_sequences:
             sequence = self.fetch_queue[0]
-            if self._is_overtaking(sequence):
-                break
-            job = self._admit_fetch(sequence, now_s)
-            if job is None:
+            if self._is_overtaking(sequence) or not self._admit_fetch(sequence, now_s):
                 break
             self.fetch_queue.popleft()
-            jobs.append(job)
-        return jobs
+            admitted.append(sequence)
+        return admitted
 
     def _is_overtaking(self, sequence: Sequence) -> bool:
         """An older one waits for blocks. A prefill leg does not count: what holds it up may be
@@ -131,45 +142,48 @@ class Scheduler:
             other.number < sequence.number for other in self.waiting if other.leg is not Leg.PREFILL
         )
 
-    def _admit_fetch(self, sequence: Sequence, now_s: float) -> FetchJob | None:
+    def _admit_fetch(self, sequence: Sequence, now_s: float) -> bool:
         """Blocks for one handoff, if prompt and predicted output fit beside the running's."""
-        offer = sequence.offer
-        assert offer is not None
-        hits = self._find_prefix(sequence, offer.num_tokens)
-        num_missing = len(offer.block_ids) - len(hits)
+        num_tokens = sequence.num_handed_over
+        num_blocks = -(-num_tokens // self.pool.block_size)
+        hits = self._find_prefix(sequence, num_tokens)
+        num_missing = num_blocks - len(hits)
         available = self.pool.num_available - self.pool.num_cached_among(hits)
         growth = self._predicted_growth(sequence)
         if num_missing > available or (
             self._num_active and num_missing + growth > available - self._reserve()
         ):
-            return None
+            return False
         sequence.table.adopt(hits)
         sequence.held = self.pool.allocate(num_missing, Ref.HELD)
+        sequence.incoming = Incoming(len(hits), num_blocks, len(hits))
         sequence.status = Status.FETCHING
         sequence.started_s = now_s
         self.fetching[sequence.request_id] = sequence
-        source = list(range(len(hits), len(offer.block_ids)))
-        return FetchJob(sequence.request_id, offer, source, list(sequence.held))
+        return True
 
-    def end_fetch(self, request_id: str, ok: bool) -> Sequence | None:
-        """A fetch is over. The sequence runs, or is DONE if it failed; None if it was aborted."""
-        if request_id in self._orphan_fetches:
-            self.pool.end_quarantine(self._orphan_fetches.pop(request_id))
-            return None
-        sequence = self.fetching.pop(request_id)
-        held, sequence.held = sequence.held, []
-        if not ok:
-            self.pool.release_all(held, Ref.HELD)
-            sequence.table.free()
-            sequence.status = Status.DONE
-            return sequence
+    def end_job(self, request_id: str) -> bool:
+        """One of a fetch's jobs is over. False if its sequence was aborted before."""
+        orphan = self._orphans.get(request_id)
+        if orphan is None:
+            return True
+        orphan.num_jobs -= 1
+        if not orphan.num_jobs:
+            self.pool.end_quarantine(orphan.blocks)
+            del self._orphans[request_id]
+        return False
+
+    def end_fetch(self, sequence: Sequence) -> None:
+        """All the KV is there: the sequence runs."""
+        del self.fetching[sequence.request_id]
         assert sequence.offer is not None
+        held, sequence.held = sequence.held, []
+        sequence.incoming = None
         sequence.table.append_held(held)
         sequence.num_computed = sequence.offer.num_tokens
         if self.config.prefix_cache:
             sequence.table.seal(sequence.tokens, sequence.num_computed)
         self._run(sequence)
-        return sequence
 
     # --- one step
 
@@ -197,6 +211,8 @@ class Scheduler:
                 sequence.table.seal(sequence.tokens, sequence.num_computed)
             if token_id is not None:
                 drawn.append(self._append(sequence, token_id, logprobs, now_s))
+            elif sequence.leg is Leg.PREFILL and sequence.grain is Grain.CHUNK:
+                self.lending.lend_filled(sequence, now_s)
         return drawn
 
     def _append(
@@ -208,19 +224,16 @@ class Scheduler:
         if end is not None:
             self._learn_output(len(sequence.output_ids))
             self._leave(sequence)
+            self.lending.take_back(sequence)
             sequence.table.free()
         elif sequence.leg is Leg.PREFILL:
             self._leave(sequence)
-            blocks = sequence.table.lease()
-            lease = self.leases.grant(sequence.request_id, blocks, now_s, sequence.deadline_s)
+            lease = self.lending.lend_rest(sequence, now_s)
         return Drawn(sequence, token_id, logprobs, end, lease)
 
     def collect_leases(self, now_s: float) -> list[Lease]:
         """Unpin the blocks of the leases that ended."""
-        ended = self.leases.collect(now_s)
-        for lease in ended:
-            self.pool.release_all(lease.blocks, Ref.LEASED)
-        return ended
+        return self.lending.collect(now_s)
 
     def take_preempted(self) -> list[Sequence]:
         taken, self.preempted = self.preempted, []
@@ -300,6 +313,8 @@ class Scheduler:
         victim.num_computed = 0
         victim.status = Status.WAITING
         victim.offer = None
+        victim.grain = Grain.REQUEST
+        self.lending.take_back(victim)  # its own lease could keep it from being admitted again
         self.num_preemptions += 1
         self.preempted.append(victim)
         index = sum(1 for other in self.waiting if other.number < victim.number)

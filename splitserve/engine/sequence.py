@@ -5,9 +5,10 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from splitserve.kv.lease import Lease
 from splitserve.kv.table import BlockTable
 from splitserve.sampling import Sampling
-from splitserve.wire import Leg, Offer
+from splitserve.wire import Grain, Leg, Offer, Part
 
 
 class Status(enum.Enum):
@@ -15,6 +16,19 @@ class Status(enum.Enum):
     FETCHING = enum.auto()  # its KV is on the way into held blocks
     RUNNING = enum.auto()  # has blocks, part of every step
     DONE = enum.auto()  # left the engine
+
+
+@dataclass(slots=True)
+class Incoming:
+    """KV on its way into a decode leg: what was asked for, what is still to come."""
+
+    num_hits: int  # leading blocks that were here already
+    num_blocks: int  # of the whole handoff
+    num_asked: int  # leading blocks that are here or that a job brings
+    num_jobs: int = 0  # that have not ended
+    num_bytes: int = 0
+    seconds: float = 0.0
+    proof: str = "local"
 
 
 @dataclass(slots=True, eq=False)
@@ -31,16 +45,32 @@ class Sequence:
     arrived_s: float
     deadline_s: float
     offer: Offer | None = None
+    grain: Grain = Grain.REQUEST
     tokens: list[int] = field(default_factory=list)
     num_computed: int = 0  # KV of positions [0, num_computed) is in the blocks
     status: Status = Status.WAITING
     cached_tokens: int | None = None  # set at the first admission, never again (design §6)
     started_s: float | None = None
     held: list[int] = field(default_factory=list)  # target blocks of a fetch
+    incoming: Incoming | None = None  # while FETCHING
+    parts: list[Part] = field(default_factory=list)  # delivered, no job yet
+    lease: Lease | None = None  # on the leading blocks of a prefill leg of grain chunk
     num_drawn: int = 0  # tokens drawn by this leg
 
     def __post_init__(self) -> None:
         self.tokens = self.prompt_ids + self.output_ids
+
+    @property
+    def is_fetch(self) -> bool:
+        """A decode leg that gets KV from elsewhere, now or while that is computed."""
+        return self.offer is not None or (
+            self.leg is Leg.DECODE and self.grain is not Grain.REQUEST
+        )
+
+    @property
+    def num_handed_over(self) -> int:
+        """Positions whose KV a handoff covers: all but the token drawn after prefill."""
+        return len(self.tokens) if self.offer is None else self.offer.num_tokens
 
     @property
     def num_remaining(self) -> int:

@@ -18,10 +18,19 @@ import zmq
 from splitserve import wire
 from splitserve.clock import Clock
 from splitserve.errors import FormatMismatch, WorkerLost
+from splitserve.gateway.rates import Rates
 from splitserve.kv.format import ModelIdentity
 from splitserve.router.candidates import Candidate
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What a handoff's size depends on."""
+
+    bytes_per_token: float
+    chunk_tokens: int  # a step's budget
 
 
 class LegListener(Protocol):
@@ -78,6 +87,7 @@ class WorkerHub:
         self.workers: dict[str, WorkerHandle] = {}
         self.draining: set[str] = set()
         self.num_gaps = 0
+        self.rates = Rates()
         self._clock = clock
         self._identity = identity
         self._expected: dict[str, str] = {}
@@ -142,6 +152,16 @@ class WorkerHub:
             if handle.worker_id not in self.draining
         ]
 
+    def kv_shape(self) -> KVShape | None:
+        """Of a worker that prefills; None if there is none."""
+        for handle in self.workers.values():
+            if handle.hello.role is not wire.Role.DECODE:
+                kv_format = handle.hello.format
+                return KVShape(
+                    kv_format.block_bytes / kv_format.block_size, handle.hello.max_batched_tokens
+                )
+        return None
+
     async def wait_for_change(self, timeout_s: float) -> None:
         """Until a worker comes or goes; raise TimeoutError."""
         future = asyncio.get_running_loop().create_future()
@@ -176,6 +196,12 @@ class WorkerHub:
         known = handle.legs.pop(request_id, None)
         if abort and known is not None:
             self._send(handle, wire.Abort(request_id))
+
+    def send_to_leg(self, worker_id: str, request_id: str, message: wire.ToWorker) -> None:
+        """Send to the worker that has this leg; nothing if the leg is lost."""
+        handle = self.workers.get(worker_id)
+        if handle is not None and request_id in handle.legs:
+            self._send(handle, message)
 
     def send(self, worker_id: str, epoch: str, message: wire.ToWorker) -> bool:
         """Send to this epoch of a worker; False if it is gone."""
@@ -295,6 +321,8 @@ class WorkerHub:
         elif isinstance(notice, wire.Offered):
             # Its request was given up between the last token and the offer.
             self._send(handle, wire.Release(notice.offer.lease_id))
+        elif isinstance(notice, wire.PartReady):
+            self._send(handle, wire.Release(notice.part.lease_id))
 
     def _tell_change(self) -> None:
         waiters, self._waiters = self._waiters, []

@@ -23,10 +23,12 @@ from splitserve.errors import (
     WorkerFault,
     WorkerLost,
 )
+from splitserve.gateway.early import EarlyDecode
 from splitserve.gateway.hub import WorkerHub
 from splitserve.gateway.legs import HeldOffer, LegLost, LegStream
 from splitserve.moments import Moment, Timeline
 from splitserve.router.candidates import Candidate
+from splitserve.router.grain import decide_grain
 from splitserve.router.pick import pick
 from splitserve.router.split import decide_split
 from splitserve.sampling import Logprobs, Sampling
@@ -145,16 +147,41 @@ class Journey:
         if not decision.split:
             await self._prefill(Leg.WHOLE)
             return
-        offer = await self._prefill(Leg.PREFILL)
-        if offer is not None:
-            await self._decode(offer)
+        early = EarlyDecode(self._hub) if self._is_early(num_tokens) else None
+        try:
+            offer = await self._prefill(Leg.PREFILL, early)
+            if offer is not None:
+                await self._decode(offer, early)
+        finally:
+            if early is not None:
+                early.close()
+
+    def _is_early(self, num_tokens: int) -> bool:
+        """Whether KV moves while prefill goes on, and the decode worker is picked before."""
+        hub = self._hub
+        shape = hub.kv_shape()
+        if shape is None:
+            return False
+        decision = decide_grain(
+            self._config.handoff,
+            num_tokens,
+            shape.chunk_tokens,
+            shape.bytes_per_token,
+            hub.rates.transfer_bytes_per_s,
+            hub.rates.prefill_tokens_per_s,
+        )
+        self.timeline.notes.append(decision.reason)
+        self.timeline.exposed_predicted_s = {
+            grain.value: seconds for grain, seconds in decision.exposed_s.items()
+        }
+        return decision.grain is wire.Grain.CHUNK
 
     # --- the two legs
 
-    async def _prefill(self, leg: Leg) -> wire.Offer | None:
+    async def _prefill(self, leg: Leg, early: EarlyDecode | None = None) -> wire.Offer | None:
         """A leg that begins with a prefill: the whole answer, or until the KV is offered."""
         deadlines = self._config.deadlines
-        stream = await self._open(leg, None)
+        stream = await self._open(leg, None, wire.Grain.CHUNK if early else wire.Grain.REQUEST)
         started = False
         try:
             while True:
@@ -166,11 +193,19 @@ class Journey:
                     case wire.Started():
                         started = True
                         self._note_started(stream, item)
+                        # a prompt of one step has its token by now: nothing to hide behind
+                        is_over = len(self.output_ids) > stream.num_known
+                        if early is not None and not early.is_open and not is_over:
+                            self._open_early(early, stream.worker_id)
+                    case wire.PartReady(part=part):
+                        if early is not None:
+                            early.deliver(part)
                     case wire.PrefillEnded():
                         start_s = self.timeline.last(Moment.PREFILL_STARTED) or stream.opened_s
                         self.timeline.mark(
                             Moment.PREFILL_ENDED, start_s + item.prefill_s, stream.worker_id
                         )
+                        self._hub.rates.note_prefill(item.computed_tokens, item.prefill_s)
                     case wire.Token():
                         started = True
                         self._take_token(item, stream)
@@ -185,17 +220,27 @@ class Journey:
         finally:
             stream.close()
 
-    async def _decode(self, offer: wire.Offer) -> None:
+    def _open_early(self, early: EarlyDecode, source: str) -> None:
+        """Open the decode leg beside the prefill, if another worker than that can take it now."""
+        candidates = [x for x in self._hub.candidates() if x.worker_id not in self._silent]
+        picked = pick(Leg.DECODE, candidates)
+        if picked is not None and picked.worker_id != source:
+            self.timeline.notes.append(picked.reason)
+            early.begin(self._submit(picked.worker_id, Leg.DECODE, None, wire.Grain.CHUNK))
+
+    async def _decode(self, offer: wire.Offer, early: EarlyDecode | None) -> None:
         """Fetch the offered KV on a decode worker and follow it to the end of the answer.
 
         As long as nothing was computed from it, the offer survives the loss of a decode worker.
         """
         held = HeldOffer(self._hub, offer)
         try:
+            begun = early.complete(offer) if early is not None else None
             while True:
-                stream = await self._open(Leg.DECODE, offer)
+                stream = begun or await self._open(Leg.DECODE, offer)
+                begun = None
                 try:
-                    await self._follow(stream, held)
+                    await self._follow(stream, offer, held)
                     return
                 except LegLost as lost:
                     if not held.is_needed:
@@ -207,9 +252,8 @@ class Journey:
         finally:
             held.settle(release=True)
 
-    async def _follow(self, stream: LegStream, held: HeldOffer) -> None:
+    async def _follow(self, stream: LegStream, offer: wire.Offer, held: HeldOffer) -> None:
         """Follow one decode leg; settles the offer as soon as it is needed no more."""
-        offer = held.offer
         size = len(offer.block_ids) * offer.format.block_bytes
         transfer_s = max(self._config.deadlines.transfer_s, 10 * size / TRANSFER_BYTES_PER_S)
         transfer_end_s: float | None = None
@@ -241,9 +285,15 @@ class Journey:
 
     # --- what they share
 
-    async def _open(self, leg: Leg, offer: wire.Offer | None) -> LegStream:
+    async def _open(
+        self, leg: Leg, offer: wire.Offer | None, grain: wire.Grain = wire.Grain.REQUEST
+    ) -> LegStream:
         """Submit a leg to the best worker, waiting for one to come up if none lives."""
-        worker_id = await self._pick(leg)
+        return self._submit(await self._pick(leg), leg, offer, grain)
+
+    def _submit(
+        self, worker_id: str, leg: Leg, offer: wire.Offer | None, grain: wire.Grain
+    ) -> LegStream:
         now = self._clock.now()
         self.timeline.mark(Moment.PICKED, now, worker_id)
         queued = Moment.DECODE_QUEUED if leg is Leg.DECODE else Moment.PREFILL_QUEUED
@@ -258,9 +308,10 @@ class Journey:
             salt=request.salt,
             offer=offer,
             deadline_s=self._arrived_s + self._config.deadlines.total_s - now,
+            grain=grain,
         )
         self._num_legs += 1
-        pending = 0 if offer else len(request.prompt_ids) + len(self.output_ids)
+        pending = 0 if leg is Leg.DECODE else len(request.prompt_ids) + len(self.output_ids)
         return LegStream(self._hub, worker_id, submit, pending, now)
 
     async def _pick(self, leg: Leg) -> str:
@@ -340,12 +391,14 @@ class Journey:
             self.timeline.cached_tokens = started.cached_tokens
 
     def _note_fetched(self, stream: LegStream, fetched: wire.FetchEnded) -> None:
+        """The transfer's end, on our clock: a handoff by parts stood still between them."""
         timeline = self.timeline
-        start_s = timeline.last(Moment.TRANSFER_STARTED) or stream.opened_s
-        timeline.mark(Moment.TRANSFER_ENDED, start_s + fetched.transfer_s, stream.worker_id)
+        timeline.mark(Moment.TRANSFER_ENDED, self._clock.now(), stream.worker_id)
+        timeline.transfer_s = fetched.transfer_s
         timeline.transfer_bytes += fetched.num_bytes
         timeline.reused_tokens = fetched.reused_tokens
         timeline.transfer_proof = fetched.proof
+        self._hub.rates.note_transfer(fetched.num_bytes, fetched.transfer_s)
 
     def _count_retry(self, reason: str) -> None:
         """Spend one retry of the budget, or raise WorkerLost."""

@@ -22,6 +22,7 @@ class LegStream:
         self.worker_id = worker_id
         self.request_id = submit.request_id
         self.opened_s = opened_s
+        self.num_known = len(submit.output_ids)  # tokens that the leg was begun with
         self._hub = hub
         self._items: deque[wire.Token | wire.Notice] = deque()
         self._lost: str | None = None
@@ -65,7 +66,7 @@ class LegStream:
 class HeldOffer:
     """Keeps the source's lease on offered KV alive until nobody needs it any more."""
 
-    def __init__(self, hub: WorkerHub, offer: wire.Offer) -> None:
+    def __init__(self, hub: WorkerHub, offer: wire.Part | wire.Offer) -> None:
         self.offer = offer
         self.is_needed = True
         self._hub = hub

@@ -64,6 +64,17 @@ class LeaseTable:
             self._num_granted += 1
         return lease
 
+    def extend(self, lease_id: str, blocks: list[int], now_s: float) -> bool:
+        """Pin more blocks by a lease that holds, for another term; the caller has pinned them.
+        False if it has ended: then it pins nothing new."""
+        with self._lock:
+            lease = self._active.get(lease_id)
+            if lease is None or now_s > lease.deadline_s:
+                return False
+            lease.blocks += blocks
+            lease.deadline_s = min(now_s + self.term_s, lease.latest_s)
+            return True
+
     def confirm(self, lease_id: str, now_s: float) -> bool:
         """Proof for a reader: the lease has held from its grant until now."""
         with self._lock:

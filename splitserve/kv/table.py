@@ -69,14 +69,6 @@ class BlockTable:
         for block in self.blocks[start // size : -(-stop // size)]:
             assert self._pool.is_writable(block), f"block {block} is shared or sealed"
 
-    def lease(self) -> list[int]:
-        """Turn this sequence's use into a lease's; the table is empty afterwards."""
-        blocks = self.blocks
-        for block in blocks:
-            self._pool.retain(block, Ref.LEASED)
-        self.free()
-        return blocks
-
     def free(self) -> None:
         """Drop all blocks; those with a key stay in the cache."""
         self._pool.release_all(self.blocks, Ref.USED)

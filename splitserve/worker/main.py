@@ -143,6 +143,10 @@ class Worker:
         match message:
             case wire.Submit():
                 self.engine.submit(message)
+            case wire.Deliver(request_id, part):
+                self.engine.deliver(request_id, part)
+            case wire.Complete(request_id, offer):
+                self.engine.complete(request_id, offer)
             case wire.Abort(request_id):
                 self.engine.abort(request_id)
             case wire.Release(lease_id):

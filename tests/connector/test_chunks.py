@@ -1,0 +1,252 @@
+"""Handoffs by parts between two engines of this process: while prefill goes on, KV moves."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from splitserve import wire
+from splitserve.engine.scheduler import SchedulerConfig
+from splitserve.kv.lease import LeaseEnd
+from splitserve.sampling import Sampling
+from splitserve.wire import Grain, Leg
+from tests.support.engines import EngineHost, expected_tokens
+
+GREEDY = Sampling(seed=0, max_tokens=12, temperature=0.0)
+PROMPT = list(range(300))
+CHUNK = 64
+
+
+class Pair:
+    """A prefill and a decode engine, and the gateway's part: it passes parts and offers on."""
+
+    def __init__(
+        self, *, prefix_cache: bool = True, digests: str = "full", faults: str = ""
+    ) -> None:
+        config = SchedulerConfig(CHUNK, 16, prefix_cache=prefix_cache)
+        self.prefill = EngineHost(worker_id="p", config=config, digests=digests)
+        self.decode = EngineHost(worker_id="d", config=config, digests=digests, faults=faults)
+        self.num_parts = 0
+        self.offers: dict[str, wire.Offer] = {}
+
+    def submit(
+        self, prompt: list[int] = PROMPT, name: str = "r", sampling: Sampling = GREEDY
+    ) -> None:
+        for host, leg in ((self.prefill, Leg.PREFILL), (self.decode, Leg.DECODE)):
+            host.engine.submit(wire.Submit(name, leg, prompt, [], sampling, grain=Grain.CHUNK))
+
+    def turn(self) -> None:
+        self.prefill.turn()
+        self.pass_on()
+        self.decode.turn()
+
+    def pass_on(self) -> None:
+        for notice in self.prefill.notices:
+            if isinstance(notice, wire.PartReady):
+                self.num_parts += 1
+                self.decode.engine.deliver(notice.request_id, notice.part)
+            elif isinstance(notice, wire.Offered):
+                self.offers[notice.request_id] = notice.offer
+                self.decode.engine.complete(notice.request_id, notice.offer)
+        self.prefill.notices.clear()
+
+    def run(self, *kinds: type, num: int = 1) -> list[wire.Notice]:
+        """Turn both until the decode engine has told so many notices of the kinds."""
+        for _ in range(4000):
+            found = [x for x in self.decode.notices if isinstance(x, kinds)]
+            if len(found) >= num:
+                return found
+            self.turn()
+            self.decode.woken.wait(0.002)
+            self.decode.woken.clear()
+        raise AssertionError(f"no {kinds}: {self.decode.notices}")
+
+    def settle(self) -> None:
+        """Turn both until nothing is left to do, then check each."""
+        end = time.monotonic() + 20
+        while not (self.prefill.engine.is_idle and self.decode.engine.is_idle):
+            self.turn()
+            self.decode.woken.wait(0.001)
+            self.decode.woken.clear()
+            assert time.monotonic() < end, "not idle"
+        for host in (self.prefill, self.decode):
+            host.settle()
+
+    def close(self) -> None:
+        self.prefill.close()
+        self.decode.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    pair = Pair()
+    yield pair
+    pair.close()
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("digests", ["full", "lease"])
+@pytest.mark.parametrize("length", [1, 16, 63, 64, 65, 128, 300])
+def test_it_gives_the_answer_of_one_worker(length: int, digests: str, prefix_cache: bool) -> None:
+    pair = Pair(prefix_cache=prefix_cache, digests=digests)
+    prompt = PROMPT[:length]
+    pair.submit(prompt)
+    pair.run(wire.End)
+    answer = [pair.offers["r"].output_ids[0], *pair.decode.tokens["r"]]
+    assert answer == expected_tokens(prompt, GREEDY, 12)
+    (ended,) = [x for x in pair.decode.notices if isinstance(x, wire.FetchEnded)]
+    assert ended.proof == ("digest" if digests == "full" else "lease")
+    assert ended.num_bytes == -(-length // 16) * pair.offers["r"].format.block_bytes
+    assert pair.num_parts == (length - 1) // CHUNK
+    pair.settle()
+    assert pair.prefill.leases.ended_counts()[LeaseEnd.READ] == 1
+    pair.close()
+
+
+def test_blocks_move_while_prefill_goes_on(pair: Pair) -> None:
+    pair.submit()
+    while not pair.num_parts:
+        pair.turn()
+    sequence = pair.decode.engine._sequences["r"]
+    for _ in range(2000):
+        pair.decode.turn()
+        assert sequence.incoming is not None
+        if sequence.incoming.num_bytes:
+            break
+        pair.decode.woken.wait(0.002)
+    assert not pair.offers, "prefill is over already"
+    assert sequence.incoming.num_bytes == 4 * pair.decode.config.kv_format.block_bytes
+    pair.run(wire.End)
+    pair.settle()
+
+
+def test_only_what_the_reader_lacks_moves(pair: Pair) -> None:
+    pair.submit(PROMPT[:160], "first")
+    pair.run(wire.End)
+    pair.decode.notices.clear()
+    pair.submit(PROMPT, "second")
+    pair.run(wire.End)
+    (ended,) = [x for x in pair.decode.notices if isinstance(x, wire.FetchEnded)]
+    assert ended.reused_tokens == 160
+    assert ended.num_bytes == 9 * pair.decode.config.kv_format.block_bytes
+    pair.settle()
+
+
+def test_a_first_token_that_ends_the_answer_ends_the_lease(pair: Pair) -> None:
+    pair.submit(sampling=msgspec.structs.replace(GREEDY, max_tokens=1))
+    while not any(isinstance(x, wire.End) for x in pair.prefill.notices):
+        pair.prefill.turn()
+    pair.decode.turn()
+    pair.decode.engine.abort("r")  # as the gateway does
+    pair.settle()
+    assert pair.prefill.leases.ended_counts()[LeaseEnd.RELEASED] == 1
+
+
+def test_damage_on_the_way_ends_the_fetch_and_nothing_is_used() -> None:
+    pair = Pair(faults="fetch.block=flip")
+    pair.submit()
+    (failed,) = pair.run(wire.FetchFailed)
+    assert isinstance(failed, wire.FetchFailed)
+    assert "wrong digest" in failed.reason
+    pair.prefill.engine.abort("r")
+    pair.settle()
+    assert "r" not in pair.decode.tokens
+    assert pair.decode.pool.counts()["free"] == pair.decode.pool.num_blocks
+    pair.close()
+
+
+def test_an_offer_of_other_tokens_is_refused(pair: Pair) -> None:
+    pair.prefill.engine.submit(
+        wire.Submit("r", Leg.PREFILL, PROMPT[1:], [], GREEDY, grain=Grain.CHUNK)
+    )
+    pair.decode.engine.submit(
+        wire.Submit("r", Leg.DECODE, PROMPT[:-1], [], GREEDY, grain=Grain.CHUNK)
+    )
+    (failed,) = pair.run(wire.FetchFailed)
+    assert isinstance(failed, wire.FetchFailed)
+    assert "keys" in failed.reason
+    pair.prefill.engine.release(pair.offers["r"].lease_id)  # as the gateway does
+    pair.settle()
+
+
+def test_a_part_lost_on_the_way_comes_with_the_offer(pair: Pair) -> None:
+    pair.submit()
+    while not pair.offers:
+        pair.prefill.turn()
+        parts = [x for x in pair.prefill.notices if isinstance(x, wire.PartReady)]
+        if pair.num_parts == 1 and parts:
+            pair.prefill.notices.remove(parts[0])
+            pair.num_parts += 1
+        pair.pass_on()
+        pair.decode.turn()
+    pair.run(wire.End)
+    assert pair.decode.tokens["r"] == expected_tokens(PROMPT, GREEDY, 12)[1:]
+    pair.settle()
+
+
+def test_a_lease_that_expires_meanwhile_is_replaced_by_that_of_the_offer(pair: Pair) -> None:
+    pair.submit()
+    while not pair.num_parts:
+        pair.turn()
+    (lease,) = pair.prefill.leases._active.values()
+    pair.prefill.leases.release(lease.lease_id)
+    pair.run(wire.End, wire.FetchFailed)
+    if pair.decode.tokens:  # else blocks were taken anew before they were copied: seen by digests
+        assert pair.decode.tokens["r"] == expected_tokens(PROMPT, GREEDY, 12)[1:]
+    assert pair.offers["r"].lease_id != lease.lease_id
+    pair.prefill.engine.release(pair.offers["r"].lease_id)
+    pair.settle()
+
+
+def test_a_preempted_prefill_takes_its_lease_back_and_hands_over_whole() -> None:
+    config = SchedulerConfig(CHUNK, 16, prefix_cache=False)
+    prefill = EngineHost(num_blocks=20, worker_id="p", config=config)
+    prefill.submit("old", list(range(1000, 1060)), msgspec.structs.replace(GREEDY, max_tokens=150))
+    prefill.turn()
+    prefill.engine.submit(
+        wire.Submit("r", Leg.PREFILL, PROMPT[:200], [], GREEDY, grain=Grain.CHUNK)
+    )
+    prefill.run_until(wire.PartReady)
+    victim = prefill.engine._sequences["r"]
+    prefill.scheduler._preempt(victim)
+    assert victim.lease is None
+    (offered,) = prefill.run_until(wire.Offered)
+    assert isinstance(offered, wire.Offered)
+    assert len(offered.offer.block_ids) == 13
+    prefill.engine.release(offered.offer.lease_id)
+    prefill.settle()
+    prefill.close()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_handoffs_with_aborts_on_both_sides(seed: int) -> None:
+    """Requests of any length, aborted at any moment on either side, leave nothing behind."""
+    rng = random.Random(seed)
+    pair = Pair(prefix_cache=rng.random() < 0.7, digests=rng.choice(["full", "lease"]))
+    answers = {}
+    alive: list[str] = []
+    for number in range(30):
+        prompt = [rng.randrange(3) for _ in range(rng.randrange(1, 250))]
+        name = f"r{number}"
+        pair.submit(prompt, name)
+        answers[name] = (prompt, expected_tokens(prompt, GREEDY, 12))
+        alive.append(name)
+        for _ in range(rng.randrange(6)):
+            pair.turn()
+        if rng.random() < 0.4:
+            victim = rng.choice(alive)
+            sides = [pair.prefill, pair.decode]
+            rng.shuffle(sides)
+            for side in sides:
+                side.engine.abort(victim)
+                for _ in range(rng.randrange(3)):
+                    pair.turn()
+            alive.remove(victim)
+    pair.settle()
+    for name in alive:
+        assert [pair.offers[name].output_ids[0], *pair.decode.tokens[name]] == answers[name][1]
+    pair.close()
