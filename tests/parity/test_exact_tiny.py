@@ -125,6 +125,26 @@ def test_split(bench: Bench, reference: Answers) -> None:
     assert sum(one.reused_tokens > 0 for one in fetched) > 30
 
 
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_split_by_chunks(bench: Bench, reference: Answers, prefix_cache: bool) -> None:
+    """KV moves while prefill goes on: what steps of 48 tokens filled, then the rest."""
+    parts: list[wire.Notice] = []
+
+    def observe(source: EngineHost, target: EngineHost) -> None:
+        parts.extend(notices(source, wire.PartReady))
+
+    got = bench.run_split(
+        shuffled(8),
+        NUM_BLOCKS,
+        max_batched_tokens=48,
+        prefix_cache=prefix_cache,
+        grain=wire.Grain.CHUNK,
+        observe=observe,
+    )
+    reference.require_equal(got)
+    assert len(parts) > 100
+
+
 def test_split_without_cache(bench: Bench, reference: Answers) -> None:
     reference.require_equal(bench.run_split(shuffled(4), NUM_BLOCKS, prefix_cache=False))
 

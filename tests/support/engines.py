@@ -106,9 +106,11 @@ class EngineHost:
         output_ids: list[int] | None = None,
         offer: wire.Offer | None = None,
         salt: str = "",
+        grain: wire.Grain = wire.Grain.REQUEST,
     ) -> None:
+        output_ids = list(output_ids or [])
         self.engine.submit(
-            wire.Submit(request_id, leg, prompt_ids, output_ids or [], sampling, salt, offer)
+            wire.Submit(request_id, leg, prompt_ids, output_ids, sampling, salt, offer, grain=grain)
         )
 
     def turn(self) -> bool:

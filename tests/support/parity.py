@@ -142,6 +142,7 @@ class Bench:
         resumed: Answers | None = None,
         start: dict[str, int] | None = None,
         observe: Callable[[EngineHost, EngineHost], None] = lambda source, target: None,
+        grain: wire.Grain = wire.Grain.REQUEST,
         **config: object,
     ) -> Answers:
         """Prefill on one engine, decode on another, all at once, over p2p and shm."""
@@ -153,23 +154,37 @@ class Bench:
             for leg, case in by_leg.items():
                 given = resumed.tokens[case.name][: start[case.name]] if start else []
                 answers.tokens[case.name] = list(given)
-                source.submit(leg, case.prompt_ids, case.sampling, wire.Leg.PREFILL, given)
+                source.submit(
+                    leg, case.prompt_ids, case.sampling, wire.Leg.PREFILL, given, grain=grain
+                )
+                if grain is not wire.Grain.REQUEST:
+                    early = f"{case.name}.d"
+                    target.submit(
+                        early, case.prompt_ids, case.sampling, wire.Leg.DECODE, given, grain=grain
+                    )
             open_legs = set(by_leg)
             seen = 0
             while open_legs:
                 progressed = source.turn() + target.turn()
                 for notice in source.notices[seen:]:
-                    if isinstance(notice, wire.Offered):
+                    leg = notice.request_id.replace(".p", ".d")
+                    if isinstance(notice, wire.PartReady):
+                        target.engine.deliver(leg, notice.part)
+                    elif isinstance(notice, wire.End):
+                        target.engine.abort(leg)
+                    elif isinstance(notice, wire.Offered):
                         case, offer = by_leg[notice.request_id], notice.offer
-                        leg = f"{case.name}.d"
-                        target.submit(
-                            leg,
-                            case.prompt_ids,
-                            case.sampling,
-                            wire.Leg.DECODE,
-                            offer.output_ids,
-                            offer,
-                        )
+                        if grain is wire.Grain.REQUEST:
+                            target.submit(
+                                leg,
+                                case.prompt_ids,
+                                case.sampling,
+                                wire.Leg.DECODE,
+                                offer.output_ids,
+                                offer,
+                            )
+                        else:
+                            target.engine.complete(leg, offer)
                         open_legs.remove(notice.request_id)
                         open_legs.add(leg)
                 seen = len(source.notices)
