@@ -46,6 +46,7 @@ class Timeline:
     cached_tokens: int | None = None
     transfer_s: float | None = None  # spent copying and proving
     transfer_bytes: int = 0
+    num_parts: int = 0  # of the handoff that moved before its offer
     exposed_predicted_s: dict[str, float] = field(default_factory=dict)  # by grain
     reused_tokens: int = 0
     transfer_proof: str = ""
@@ -153,6 +154,7 @@ class Timeline:
             "output_tokens": self.num_output,
             "cached_tokens": self.cached_tokens,
             "transfer_bytes": self.transfer_bytes,
+            "parts": self.num_parts,
             "hidden_transfer": self.hidden_transfer,
             "exposed_predicted_ms": {
                 grain: round(seconds * 1e3, 3)

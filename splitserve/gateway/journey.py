@@ -200,6 +200,7 @@ class Journey:
                     case wire.PartReady(part=part):
                         if early is not None:
                             early.deliver(part)
+                            self.timeline.num_parts = early.num_parts
                     case wire.PrefillEnded():
                         start_s = self.timeline.last(Moment.PREFILL_STARTED) or stream.opened_s
                         self.timeline.mark(

@@ -39,6 +39,17 @@ class Metrics:
         self.transfer_bytes = self._counter(
             "splitserve_kv_transfer_bytes", "KV bytes that decode workers fetched."
         )
+        self.handoffs = Counter(
+            "splitserve_handoffs",
+            "Handoffs that succeeded, by grain: request, or chunk if parts moved during prefill.",
+            ["grain"],
+            registry=self.registry,
+        )
+        self.exposed_transfer = self._histogram(
+            "splitserve_kv_transfer_exposed_seconds",
+            "End of prefill to end of the transfer: what no prefill hid.",
+            _TOKEN_BUCKETS,
+        )
         self.negative_spans = self._counter(
             "splitserve_negative_spans", "Spans of a timeline below zero: each is a bug."
         )
@@ -72,6 +83,9 @@ class Metrics:
         if timeline.transfer_proof:
             self.transfers.inc()
             self.transfer_bytes.inc(timeline.transfer_bytes)
+            self.handoffs.labels("chunk" if timeline.num_parts else "request").inc()
+            if timeline.exposed_transfer_s is not None:
+                self.exposed_transfer.observe(timeline.exposed_transfer_s)
             if timeline.handoff_gap_s is not None:
                 self.handoff_gap.observe(timeline.handoff_gap_s)
         self.negative_spans.inc(len(timeline.negative_spans()))
