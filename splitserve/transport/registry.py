@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import cast
 
 from splitserve.errors import ConfigError
 from splitserve.transport.base import Transport
 from splitserve.transport.segment import Segment
 
+LOOPBACK = "127.0.0.1"
+
 TRANSPORTS = {
     "shm": ("splitserve.transport.shm", "ShmTransport", ""),
+    "tcp": ("splitserve.transport.tcp", "TcpTransport", ""),
 }
 """Name: module, class, and the extra of this package that brings what it imports."""
 
+LIBRARIES = {"nixl": "nixl", "mooncake": "mooncake", "collective": "torch"}
+"""What a transport imports that may not be installed."""
 
-def make_transport(name: str, segment: Segment, host: str = "127.0.0.1") -> Transport:
+
+def is_installed(name: str) -> bool:
+    """Whether what the transport imports can be found."""
+    return importlib.util.find_spec(LIBRARIES.get(name, "splitserve")) is not None
+
+
+def make_transport(name: str, segment: Segment, host: str = LOOPBACK) -> Transport:
     """The transport `name` for one segment; raise ConfigError for an unknown name or a library
     that is missing.
 
