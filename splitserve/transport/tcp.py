@@ -29,7 +29,7 @@ CONNECT_TIMEOUT_S = 2.0
 NUM_STREAMS = 2
 FRAME_BYTES = 1 << 20
 """Of one request, if its pieces are smaller. Each stream has one to two of them under way: enough
-for 25 Gbit/s over 1 ms, and so little that on one host it is still in the cache."""
+for 25 Gbit/s over 1 ms by two streams. Twice as much was mostly slower (benchmarks/log)."""
 _CALL_BYTES = 1 << 20
 """About as much per system call."""
 _POLL_MS = 20
