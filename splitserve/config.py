@@ -9,6 +9,7 @@ import msgspec
 from splitserve.errors import ConfigError
 from splitserve.faults import Faults
 from splitserve.kv.format import DTYPE_BYTES
+from splitserve.transport.registry import TRANSPORTS
 from splitserve.wire import Role
 
 DEVICES = ("cpu", "cuda", "mps")
@@ -28,6 +29,8 @@ class Handoff(enum.StrEnum):
     AUTO = "auto"
     REQUEST_PULL = "request-pull"
     CHUNK_PULL = "chunk-pull"
+    CHUNK_PUSH = "chunk-push"
+    LAYER_PUSH = "layer-push"
 
     @classmethod
     def parse(cls, text: str) -> Handoff:
@@ -47,8 +50,6 @@ class Handoff(enum.StrEnum):
 _INVALID_HANDOFFS = {
     "request-push": "who decodes is chosen after prefill, so there is nobody to push to before",
     "layer-pull": "asking for each layer costs a round trip per layer and step",
-    "chunk-push": "landing zones are not built yet",
-    "layer-push": "landing zones are not built yet",
 }
 
 
@@ -121,8 +122,10 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_size: int = 16
     max_batched_tokens: int = 256
     max_sequences: int = 64
+    zone_fraction: float = 0.25  # with push, memory of decode workers beside their pool
     lease_term_s: float = 30.0
     digests: str = "full"
+    transport: str = "shm"
     faults: str = ""
     runner: str = "native"
     simulated_step_s: float = 0.0
@@ -161,11 +164,29 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if self.digests not in ("full", "lease"):
             raise ConfigError(f"digests is `full` or `lease`, not {self.digests!r}.")
+        if self.transport not in TRANSPORTS:
+            raise ConfigError(
+                f"Unknown transport {self.transport!r}; known: {', '.join(TRANSPORTS)}."
+            )
+        if self.pushes and self.digests != "full":
+            raise ConfigError(
+                f"A handoff by {self.gateway.handoff.value} needs digests=full.",
+                advice="Bytes of a writer that died may arrive late: only digests show that.",
+            )
+        if self.gateway.handoff is Handoff.LAYER_PUSH and self.device != "cpu":
+            raise ConfigError("layer-push is for the CPU: elsewhere KV leaves the device by parts.")
+        if not 0 < self.zone_fraction <= 1:
+            raise ConfigError("The landing zone is a share of the pool, above 0 and up to 1.")
         Faults(self.faults)  # an error now, rather than in each worker
         if self.block_size < 16 or self.block_size % 16:
             raise ConfigError("The block size is a multiple of 16 tokens, the granule.")
         if not 1 <= self.max_sequences <= self.max_batched_tokens:
             raise ConfigError("1 <= max sequences <= max batched tokens must hold.")
+
+    @property
+    def pushes(self) -> bool:
+        """Whether decode workers lend landing zones."""
+        return self.gateway.handoff in (Handoff.CHUNK_PUSH, Handoff.LAYER_PUSH)
 
     @property
     def roles(self) -> list[tuple[str, Role]]:

@@ -7,6 +7,8 @@ setting nothing is injected. Points:
   fetch.begin   before the first block is copied
   fetch.block   before the first block and after each one (between two, they can be cancelled)
   fetch.verify  after the last block was copied, before its proof
+  push.begin    before a part, or a layer of it, is written to a landing
+  push.block    after each block, or layer of one, was written
   step          after a step of the engine, when its frame has left
 
 Setting: comma-separated `point=delay:SECONDS`, `point=hold:PATH` (wait as long as the file exists;
@@ -21,7 +23,7 @@ from pathlib import Path
 
 from splitserve.errors import ConfigError
 
-POINTS = ("seal", "fetch.begin", "fetch.block", "fetch.verify", "step")
+POINTS = ("seal", "fetch.begin", "fetch.block", "fetch.verify", "push.begin", "push.block", "step")
 
 _HOLD_PERIOD_S = 0.01
 

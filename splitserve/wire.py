@@ -5,7 +5,7 @@ decoded) and a msgpack list of one tagged message. Nothing is ever unpickled.
 
 History:
   1  first version.
-  2  handoffs at chunk granularity: Submit.grain, Part, Deliver, Complete.
+  2  handoffs while prefill goes on: Submit.grain and push, Part, Deliver, Complete, Landing, Land.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Grain(enum.StrEnum):
 
     REQUEST = "request"  # all of it, when prefill has ended
     CHUNK = "chunk"  # the blocks that each step filled, while prefill goes on
+    LAYER = "layer"  # of these, each layer as soon as it is computed, in the middle of the step
 
 
 class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -84,6 +85,18 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     first: int  # index of block_ids[0] among the sequence's blocks
     block_ids: list[int]
     digests: list[bytes]
+    pushed: bool = False  # they are in the reader's landing, as far as that goes
+
+
+class Landing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Staging blocks that a decode worker lends for one handoff, to be written by its source."""
+
+    landing_id: str
+    worker_id: str
+    epoch: str
+    address: str
+    first: int  # index of the block that block_ids[0] is for; those before it are not wanted
+    block_ids: list[int]  # of the zone
 
 
 # --- gateway to worker ----------------------------------------------------------------------------
@@ -100,8 +113,9 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     salt: str = ""  # tenant's salt: roots the keys, so that tenants share no cache
     offer: Offer | None = None
     deadline_s: float = 600.0  # time left for the whole request
-    # chunk: a prefill leg tells its parts; a decode leg without an offer gets them, and it, later
+    # chunk, layer: a prefill leg tells its parts; a decode leg without an offer gets them later
     grain: Grain = Grain.REQUEST
+    push: bool = False  # a decode leg lends a landing, if it has one free
 
 
 class Deliver(msgspec.Struct, frozen=True, tag="deliver"):
@@ -109,6 +123,13 @@ class Deliver(msgspec.Struct, frozen=True, tag="deliver"):
 
     request_id: str
     part: Part
+
+
+class Land(msgspec.Struct, frozen=True, tag="land"):
+    """Where a prefill leg is to write its blocks from now on; what it told before will be read."""
+
+    request_id: str
+    landing: Landing
 
 
 class Complete(msgspec.Struct, frozen=True, tag="complete"):
@@ -170,6 +191,8 @@ class View(msgspec.Struct, frozen=True):
     free_blocks: int = 0  # free and cached: what an allocation can have
     leased_blocks: int = 0
     quarantined_blocks: int = 0
+    landing_blocks_quarantined: int = 0  # given back, and their writer has not ended
+    quarantine_age_s: float = 0.0  # of the pool's oldest
     total_blocks: int = 0
     waiting_tokens: int = 0  # prompt tokens not yet computed, queued or partly done
     preemptions: int = 0
@@ -233,6 +256,13 @@ class PartReady(msgspec.Struct, frozen=True, tag="part_ready"):
     part: Part
 
 
+class Landed(msgspec.Struct, frozen=True, tag="landed"):
+    """A decode leg has blocks, and lends a landing to the source of its KV."""
+
+    request_id: str
+    landing: Landing
+
+
 class FetchStarted(msgspec.Struct, frozen=True, tag="fetch_started"):
     """The decode worker has blocks and begins to copy."""
 
@@ -284,6 +314,7 @@ Notice = (
     | PrefillEnded
     | Offered
     | PartReady
+    | Landed
     | FetchStarted
     | FetchEnded
     | FetchFailed
@@ -307,7 +338,9 @@ class Frame(msgspec.Struct, frozen=True, tag="frame"):
     step_tokens: int = 0
 
 
-ToWorker = Submit | Deliver | Complete | Abort | Release | Renew | Meet | Resend | Check | Stop
+ToWorker = (
+    Submit | Deliver | Land | Complete | Abort | Release | Renew | Meet | Resend | Check | Stop
+)
 ToGateway = Hello | Frame
 
 _encoder = msgspec.msgpack.Encoder()

@@ -24,6 +24,7 @@ from splitserve.config import (
 from splitserve.errors import ConfigError, SplitserveError
 from splitserve.model.device import require_device
 from splitserve.model.fetch import ResolvedModel, resolve_model
+from splitserve.transport.registry import TRANSPORTS
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -46,8 +47,9 @@ def serve(
     handoff: Annotated[
         str,
         typer.Option(
-            help="When KV moves: request-pull (after prefill), chunk-pull (while it goes on), or "
-            "auto, what is predicted to delay the second token less."
+            help="When KV moves: request-pull (after prefill); chunk-pull, chunk-push, layer-push "
+            "(while it goes on; push writes to a landing zone of a quarter of the pool); auto: of "
+            "the first two, what is predicted to delay the second token less."
         ),
     ] = "auto",
     exact: Annotated[
@@ -76,6 +78,9 @@ def serve(
     max_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens per step.")] = 256,
     max_sequences: Annotated[int, typer.Option(min=1, help="Sequences per step.")] = 64,
     max_inflight: Annotated[int, typer.Option(min=1, help="Answers computed at once.")] = 256,
+    transport: Annotated[
+        str, typer.Option(help="How KV moves: " + ", ".join(TRANSPORTS) + ".")
+    ] = "shm",
     digests: Annotated[
         str, typer.Option(help="Proof of a transfer: full (every block's digest) or lease.")
     ] = "full",
@@ -107,6 +112,7 @@ def serve(
             max_batched_tokens=max_batched_tokens,
             max_sequences=max_sequences,
             digests=digests,
+            transport=transport,
             faults=faults,
             runner=runner,
             gateway=GatewayConfig(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -63,6 +64,7 @@ class Runtime:
         self._say = say
         self.kv_format = self._kv_format()
         self.num_blocks = self._num_blocks()
+        self._token = secrets.token_hex(16)
         self._run_dir: Path | None = None
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -145,6 +147,13 @@ class Runtime:
         if self._run_dir is not None:
             remove_run_dir(self._run_dir)
 
+    @property
+    def zone_blocks(self) -> int:
+        """Staging blocks of a worker that decodes; at least one, if KV is pushed at all."""
+        if not self.config.pushes:
+            return 0
+        return max(1, int(self.num_blocks * self.config.zone_fraction))
+
     def describe_plan(self) -> list[str]:
         """What will run where, and how much KV each worker holds, for a person to read."""
         lines = []
@@ -191,7 +200,9 @@ class Runtime:
 
     def _require_memory(self) -> None:
         """Refuse pools that can't be had before anything is loaded."""
-        needed = self.num_blocks * self.kv_format.block_bytes * len(self.config.roles)
+        num_zones = sum(role is not Role.PREFILL for _, role in self.config.roles)
+        num_blocks = self.num_blocks * len(self.config.roles) + self.zone_blocks * num_zones
+        needed = num_blocks * self.kv_format.block_bytes
         available = available_memory_bytes()
         if needed > available:
             raise ConfigError(
@@ -220,6 +231,9 @@ class Runtime:
                 max_sequences=config.max_sequences,
                 lease_term_s=config.lease_term_s,
                 digests=config.digests,
+                transport=config.transport,
+                token=self._token,
+                zone_blocks=0 if role is Role.PREFILL else self.zone_blocks,
                 faults=config.faults,
                 weights=_weights(config, role),
             )

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from splitserve.kv.lease import Lease
 from splitserve.sampling import Sampling
-from splitserve.wire import Offer, Part
+from splitserve.wire import Landing, Offer, Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,8 @@ class FetchJob:
     """Copy block_ids[i] of the source's pool into our block target[i].
 
     source is the part or the offer that names them; digests are theirs, or empty. A handoff has one
-    job or several; is_last: none follows, the source's lease is needed no more.
+    job or several; is_last: none follows, the source's lease is needed no more. from_zone: the
+    block_ids are of our own landing zone, where the source has written them.
     """
 
     request_id: str
@@ -64,6 +65,7 @@ class FetchJob:
     digests: list[bytes]
     target: list[int]
     is_last: bool = True
+    from_zone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,27 @@ class FetchDone:
     proof: str | None
     seconds: float
     num_bytes: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PushJob:
+    """Write our blocks[i] into block zone[i] of a landing: all layers, or one. No blocks: only tell
+    when all jobs of this landing that came before have ended. job_id is the caller's."""
+
+    job_id: str
+    landing: Landing
+    blocks: list[int]
+    zone: list[int]
+    layer: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PushDone:
+    """A job without a layer is over, and with it all before it of the same landing; with a reason,
+    some of their bytes may not be there."""
+
+    job_id: str
     reason: str = ""
 
 
@@ -113,6 +136,9 @@ class SchedulerSide(abc.ABC):
         """
 
 
+Event = SealDone | FetchDone | PushDone
+
+
 class WorkerSide(abc.ABC):
     """Moves bytes between the pool and elsewhere, on its own threads."""
 
@@ -131,6 +157,25 @@ class WorkerSide(abc.ABC):
         """The request is gone: end its jobs soon. Each `FetchDone` still comes."""
 
     @abc.abstractmethod
+    def start_push(self, job: PushJob) -> None:
+        """Per part, or per layer of it, of a prefill leg that was lent a landing: begin to write.
+        May be called in the middle of a step. Jobs of a landing run in order. The `PushDone` of a
+        job without a layer always comes; after a failure all later ones fail."""
+
+    @abc.abstractmethod
+    def end_push(self, landing: Landing) -> None:
+        """Once per landing that a prefill leg was lent: nothing more will be written; jobs that
+        have not begun are dropped."""
+
+    @abc.abstractmethod
+    def lend(self, first: int, num_blocks: int) -> Landing | None:
+        """Per decode leg that asks for push, when it has blocks: staging, if it is free."""
+
+    @abc.abstractmethod
+    def give_back(self, landing: Landing) -> None:
+        """Once per landing lent: nothing more will be read from it."""
+
+    @abc.abstractmethod
     def meet(self, worker_id: str, epoch: str, address: str) -> None:
         """Another worker is up: connect to it ahead of its first offer. Failing is harmless."""
 
@@ -139,8 +184,22 @@ class WorkerSide(abc.ABC):
         """Nothing had to move: tell the source that this reader needs its lease no more."""
 
     @abc.abstractmethod
-    def poll(self) -> list[SealDone | FetchDone]:
+    def poll(self) -> list[Event]:
         """Before each step: what ended since the last call, each exactly once."""
+
+    @property
+    @abc.abstractmethod
+    def num_quarantined(self) -> int:
+        """Blocks of landings that were given back and may still be written."""
+
+    @property
+    @abc.abstractmethod
+    def is_settled(self) -> bool:
+        """No landing is lent, none in quarantine."""
+
+    @abc.abstractmethod
+    def check(self) -> None:
+        """Assert the invariants of what it owns."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -149,11 +208,15 @@ class WorkerSide(abc.ABC):
 
 @dataclass(frozen=True, slots=True)
 class Connector:
-    """Both sides of one connector, by its registered name."""
+    """Both sides of one connector, by its registered name.
+
+    address: where readers of our KV find us; empty if there can be none.
+    """
 
     name: str
     scheduler: SchedulerSide
     worker: WorkerSide
+    address: str = ""
 
 
 Wake = Callable[[], None]

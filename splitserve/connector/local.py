@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 from splitserve.connector.base import (
     Connector,
-    FetchDone,
+    Event,
     FetchJob,
     HandoffState,
+    PushJob,
     SchedulerSide,
-    SealDone,
     SealJob,
     WorkerSide,
 )
 from splitserve.errors import TransferFailed
 from splitserve.kv.lease import Lease
-from splitserve.wire import Offer, Part
+from splitserve.wire import Landing, Offer, Part
 
 
 class _NoScheduler(SchedulerSide):
@@ -40,14 +40,37 @@ class _NoWorker(WorkerSide):
     def cancel_fetch(self, request_id: str) -> None:
         pass
 
+    def start_push(self, job: PushJob) -> None:
+        raise AssertionError("an engine without peers was lent no landing")
+
+    def end_push(self, landing: Landing) -> None:
+        raise AssertionError("an engine without peers was lent no landing")
+
+    def lend(self, first: int, num_blocks: int) -> Landing | None:
+        return None
+
+    def give_back(self, landing: Landing) -> None:
+        raise AssertionError("an engine without peers lends no landing")
+
     def meet(self, worker_id: str, epoch: str, address: str) -> None:
         pass
 
     def end_lease(self, offer: Part | Offer) -> None:
         pass
 
-    def poll(self) -> list[SealDone | FetchDone]:
+    def poll(self) -> list[Event]:
         return []
+
+    @property
+    def num_quarantined(self) -> int:
+        return 0
+
+    @property
+    def is_settled(self) -> bool:
+        return True
+
+    def check(self) -> None:
+        pass
 
     def close(self) -> None:
         pass

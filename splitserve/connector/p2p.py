@@ -1,5 +1,6 @@
-"""Connector `p2p`, pull: the reader copies leased blocks out of the source's pool, all of them when
-prefill has ended or each step's while it goes on.
+"""Connector `p2p`. Pull: the reader copies leased blocks out of the source's pool, all of them when
+prefill has ended or each step's while it goes on. Push: the source writes them to a landing that
+the reader lends (`connector.push`), and the reader copies them from there.
 
 A copy may be used only with a proof (design 3.4): every block's digest equals the one in the offer
 (then a dead source does not matter), or, without digests, the source's word after the copy that the
@@ -13,7 +14,6 @@ import functools
 import logging
 import queue
 import threading
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -22,21 +22,27 @@ import xxhash
 from splitserve.clock import Clock
 from splitserve.connector.base import (
     Connector,
+    Event,
     FetchDone,
     FetchJob,
-    HandoffState,
-    SchedulerSide,
+    PushJob,
     SealDone,
     SealJob,
     Staging,
     Wake,
     WorkerSide,
 )
+from splitserve.connector.offers import P2PConfig, P2PScheduler, short_digest
+from splitserve.connector.push import Pusher, Zone
 from splitserve.connector.sidechannel import (
     SIDE_CHANNEL_VERSION,
+    Begin,
+    Begun,
     Confirm,
     Confirmed,
     Done,
+    Ended,
+    FromReader,
     PeerHello,
     Refused,
     SideChannel,
@@ -45,91 +51,14 @@ from splitserve.connector.sidechannel import (
 )
 from splitserve.errors import FormatMismatch, SplitserveError, TransferFailed
 from splitserve.faults import Faults
-from splitserve.kv.format import KVFormat
-from splitserve.kv.lease import Lease, LeaseTable
+from splitserve.kv.lease import LeaseTable
 from splitserve.transport.base import Link, Transport
 from splitserve.transport.segment import Segment
-from splitserve.wire import Offer, Part
+from splitserve.wire import Landing, Offer, Part
 
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class P2PConfig:
-    """digests: `full` (every block carries one) or `lease` (the source's word is the proof)."""
-
-    worker_id: str
-    epoch: str
-    identity: bytes
-    kv_format: KVFormat
-    digests: str = "full"
-
-    @property
-    def address(self) -> str:
-        return f"splitserve/{self.worker_id}/{self.epoch}"
-
-
-class P2PScheduler(SchedulerSide):
-    """Makes offers of our leases and judges those of others."""
-
-    def __init__(self, config: P2PConfig, transport: str, clock: Clock) -> None:
-        self._config = config
-        self._transport = transport
-        self._clock = clock
-
-    def make_offer(self, lease: Lease, state: HandoffState, digests: list[bytes]) -> Offer:
-        return Offer(
-            lease_id=lease.lease_id,
-            lease_s=lease.deadline_s - self._clock.now(),
-            worker_id=self._config.worker_id,
-            epoch=self._config.epoch,
-            transport=self._transport,
-            address=self._config.address,
-            identity=self._config.identity,
-            format=self._config.kv_format,
-            num_tokens=state.num_tokens,
-            num_prompt_tokens=state.num_prompt_tokens,
-            output_ids=state.output_ids,
-            sampling=state.sampling,
-            block_ids=lease.blocks,
-            keys=state.keys,
-            digests=digests,
-        )
-
-    def make_part(self, lease: Lease, first: int, blocks: list[int], digests: list[bytes]) -> Part:
-        config = self._config
-        return Part(
-            lease_id=lease.lease_id,
-            lease_s=lease.deadline_s - self._clock.now(),
-            worker_id=config.worker_id,
-            epoch=config.epoch,
-            address=config.address,
-            first=first,
-            block_ids=blocks,
-            digests=digests,
-        )
-
-    def check_offer(self, offer: Offer, keys: Sequence[bytes], num_tokens: int) -> None:
-        config = self._config
-        if offer.identity != config.identity:
-            raise FormatMismatch(
-                f"Model identity {_short(config.identity)} here, {_short(offer.identity)} there."
-            )
-        if offer.transport != self._transport:
-            raise FormatMismatch(f"Transport {self._transport} here, {offer.transport} there.")
-        config.kv_format.require_equal(offer.format, f"worker {offer.worker_id}")
-        if offer.num_tokens != num_tokens:
-            raise TransferFailed(f"The offer covers {offer.num_tokens} tokens, not {num_tokens}.")
-        if offer.keys != list(keys):
-            raise TransferFailed("The offer's keys are not those of this request's tokens.")
-        num_blocks = -(-num_tokens // config.kv_format.block_size)
-        if len(offer.block_ids) != num_blocks or len(offer.digests) not in (0, num_blocks):
-            raise TransferFailed(
-                f"The offer has {len(offer.block_ids)} blocks and {len(offer.digests)} digests, "
-                f"{num_tokens} tokens need {num_blocks}."
-            )
 
 
 @dataclass(slots=True)
@@ -151,7 +80,8 @@ class _Request:
 
 
 class P2PWorker(WorkerSide):
-    """Threads: one answers readers, one digests our leases, one copies for us."""
+    """Threads: one answers readers and writers, one digests our leases, one copies for us, one
+    writes to landings of others. zone: what we lend ourselves, if anything."""
 
     def __init__(
         self,
@@ -163,8 +93,10 @@ class P2PWorker(WorkerSide):
         wake: Wake,
         faults: Faults | None = None,
         staging: Staging | None = None,
+        zone: Zone | None = None,
     ) -> None:
         self._config = config
+        self._zone = zone
         self._transport = transport
         self._segment = segment
         self._leases = leases
@@ -172,14 +104,27 @@ class P2PWorker(WorkerSide):
         self._wake = wake
         self._faults = faults or Faults()
         self._staging = staging
-        self._done: queue.SimpleQueue[SealDone | FetchDone] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._requests: dict[str, _Request] = {}  # those with jobs
         self._peers: dict[tuple[str, str], _Peer] = {}  # only the copying thread's
         self._export = transport.export()
         self._sealer = ThreadPoolExecutor(1, thread_name_prefix="kv-seal")
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="kv-fetch")
         self._closing = threading.Event()
-        self._server = SideChannelServer(config.address, self._answer)
+        name = f"splitserve/{config.worker_id}/{config.epoch}"
+        self._zone_export = zone.transport.export(writable=True) if zone else None
+        self._zone_link = zone.link_to(segment) if zone else None
+        layer_bytes = config.kv_format.block_bytes // config.kv_format.num_layers
+        self._pusher = Pusher(
+            self._open_zone, config.kv_format.block_bytes, layer_bytes, self._report, self._faults
+        )
+        self._server = SideChannelServer(
+            name, self._answer, self._peer_closed, config.host, config.token
+        )
+
+    @property
+    def address(self) -> str:
+        return self._server.address
 
     # --- called by the engine thread
 
@@ -196,14 +141,46 @@ class P2PWorker(WorkerSide):
         if request is not None:
             request.cancelled.set()
 
+    def start_push(self, job: PushJob) -> None:
+        self._pusher.start(job)
+
+    def end_push(self, landing: Landing) -> None:
+        self._pusher.end(landing)
+
+    def lend(self, first: int, num_blocks: int) -> Landing | None:
+        if self._zone is None:
+            return None
+        lent = self._zone.landings.lend(num_blocks)
+        if lent is None:
+            return None
+        landing_id, blocks = lent
+        config = self._config
+        return Landing(landing_id, config.worker_id, config.epoch, self.address, first, blocks)
+
+    def give_back(self, landing: Landing) -> None:
+        assert self._zone is not None
+        self._zone.landings.give_back(landing.landing_id)
+
+    @property
+    def num_quarantined(self) -> int:
+        return 0 if self._zone is None else self._zone.landings.num_quarantined
+
+    @property
+    def is_settled(self) -> bool:
+        return self._zone is None or self._zone.landings.is_settled
+
+    def check(self) -> None:
+        if self._zone is not None:
+            self._zone.landings.check()
+
     def meet(self, worker_id: str, epoch: str, address: str) -> None:
         self._fetcher.submit(self._meet, worker_id, epoch, address)
 
     def end_lease(self, offer: Part | Offer) -> None:
         self._fetcher.submit(self._end_lease, offer)
 
-    def poll(self) -> list[SealDone | FetchDone]:
-        events = []
+    def poll(self) -> list[Event]:
+        events: list[Event] = []
         while not self._done.empty():
             event = self._done.get()
             if isinstance(event, FetchDone):
@@ -220,11 +197,15 @@ class P2PWorker(WorkerSide):
             request.cancelled.set()
         self._fetcher.shutdown(wait=True, cancel_futures=True)
         self._sealer.shutdown(wait=True, cancel_futures=True)
+        self._pusher.close()
         self._server.close()
         for peer in self._peers.values():
             peer.close()
         self._peers.clear()
         self._transport.close()
+        if self._zone is not None:
+            self._zone.transport.close()
+            self._zone.segment.close()
 
     # --- the sealing thread
 
@@ -264,31 +245,41 @@ class P2PWorker(WorkerSide):
         """Copy and prove; return the kind of proof or raise."""
         source = job.source
         self._faults.hit("fetch.begin", cancelled)
+        if job.from_zone and job.digests:  # whether the source still lives does not matter
+            assert self._zone_link is not None
+            return self._copy_from(self._zone_link, None, job, cancelled)
         peer = self._peer(source.worker_id, source.epoch, source.address)
+        link = self._zone_link if job.from_zone else peer.link
+        assert link is not None
         try:
-            size = self._config.kv_format.block_bytes
-            there = [block * size for block in job.block_ids]
-            here = [block * size for block in job.target]
-            with contextlib.closing(peer.link.read(there, here, size, cancelled)) as pieces:
-                self._faults.hit("fetch.block", cancelled)
-                for i in pieces:
-                    block = self._segment.blocks[job.target[i]]
-                    if self._faults.flips("fetch.block"):
-                        block[0] ^= 1
-                    if job.digests and xxhash.xxh3_128_digest(block) != job.digests[i]:
-                        raise TransferFailed(f"Block {i} of the fetch has the wrong digest.")
-                    self._faults.hit("fetch.block", cancelled)
-            self._faults.hit("fetch.verify", cancelled)
-            if cancelled.is_set():
-                raise TransferFailed("The request was cancelled.")
-            if job.digests:
-                return "digest"
-            if peer.channel.confirm(source.lease_id):
-                return "lease"
-            raise TransferFailed("The source did not confirm that its lease held.")
+            return self._copy_from(link, peer.channel, job, cancelled)
         finally:
             if job.is_last:
                 peer.channel.done(source.lease_id)
+
+    def _copy_from(
+        self, link: Link, channel: SideChannel | None, job: FetchJob, cancelled: threading.Event
+    ) -> str:
+        size = self._config.kv_format.block_bytes
+        there = [block * size for block in job.block_ids]
+        here = [block * size for block in job.target]
+        with contextlib.closing(link.read(there, here, size, cancelled)) as pieces:
+            self._faults.hit("fetch.block", cancelled)
+            for i in pieces:
+                block = self._segment.blocks[job.target[i]]
+                if self._faults.flips("fetch.block"):
+                    block[0] ^= 1
+                if job.digests and xxhash.xxh3_128_digest(block) != job.digests[i]:
+                    raise TransferFailed(f"Block {i} of the fetch has the wrong digest.")
+                self._faults.hit("fetch.block", cancelled)
+        self._faults.hit("fetch.verify", cancelled)
+        if cancelled.is_set():
+            raise TransferFailed("The request was cancelled.")
+        if job.digests:
+            return "digest"
+        if channel is not None and channel.confirm(job.source.lease_id):
+            return "lease"
+        raise TransferFailed("The source did not confirm that its lease held.")
 
     def _peer(self, worker_id: str, epoch: str, address: str) -> _Peer:
         """The opened pool of a worker epoch; closes those that are gone on the way."""
@@ -298,22 +289,33 @@ class P2PWorker(WorkerSide):
                 peer.close()
                 del self._peers[known]
         if key not in self._peers:
-            hello = PeerHello(
-                SIDE_CHANNEL_VERSION,
-                epoch,
-                self._transport.name,
-                self._config.identity,
-                self._config.kv_format,
-            )
-            channel = SideChannel(address, hello, CONNECT_TIMEOUT_S)
-            try:
-                num_bytes = channel.num_blocks * self._config.kv_format.block_bytes
-                link = self._transport.open(channel.card, channel.descriptors, num_bytes)
-            except TransferFailed:
-                channel.close()
-                raise
-            self._peers[key] = _Peer(channel, link)
+            self._peers[key] = _Peer(*self._open(epoch, address, to_zone=False))
         return self._peers[key]
+
+    def _open_zone(self, worker_id: str, epoch: str, address: str) -> tuple[SideChannel, Link]:
+        return self._open(epoch, address, to_zone=True)
+
+    def _open(self, epoch: str, address: str, *, to_zone: bool) -> tuple[SideChannel, Link]:
+        """Shake hands and open the pool or the zone of the worker epoch at an address."""
+        config = self._config
+        hello = PeerHello(
+            SIDE_CHANNEL_VERSION,
+            epoch,
+            self._transport.name,
+            config.identity,
+            config.kv_format,
+            to_zone,
+        )
+        channel = SideChannel(address, hello, CONNECT_TIMEOUT_S, config.token)
+        num_bytes = channel.num_blocks * config.kv_format.block_bytes
+        try:
+            link = self._transport.open(
+                channel.card, channel.descriptors, num_bytes, writable=to_zone
+            )
+        except TransferFailed:
+            channel.close()
+            raise
+        return channel, link
 
     def _end_lease(self, offer: Part | Offer) -> None:
         try:
@@ -328,15 +330,15 @@ class P2PWorker(WorkerSide):
         except SplitserveError as error:
             log.info("worker %s could not be met: %s", worker_id, error.message)
 
-    def _report(self, event: SealDone | FetchDone) -> None:
+    def _report(self, event: Event) -> None:
         self._done.put(event)
         self._wake()
 
     # --- the side channel's thread
 
     def _answer(
-        self, message: PeerHello | Confirm | Done
-    ) -> tuple[Welcome | Refused | Confirmed | None, list[int]]:
+        self, message: FromReader, peer: int
+    ) -> tuple[Welcome | Refused | Confirmed | Begun | None, list[int]]:
         match message:
             case Confirm(lease_id):
                 return Confirmed(self._leases.confirm(lease_id, self._clock.now())), []
@@ -344,33 +346,50 @@ class P2PWorker(WorkerSide):
                 self._leases.done(lease_id)
                 self._wake()
                 return None, []
+            case Begin(landing_id):
+                zone = self._zone
+                return Begun(zone is not None and zone.landings.begin(landing_id, peer)), []
+            case Ended(landing_id):
+                if self._zone is not None:
+                    self._zone.landings.end(landing_id, peer)
+                self._wake()
+                return None, []
             case PeerHello():
                 reason = self._refusal(message)
                 if reason:
                     return Refused(reason), []
-                welcome = Welcome(len(self._segment.blocks), self._export.card)
-                return welcome, self._export.descriptors()
+                segment, export = self._segment, self._export
+                if message.to_zone:
+                    assert self._zone is not None
+                    assert self._zone_export is not None
+                    segment, export = self._zone.segment, self._zone_export
+                return Welcome(len(segment.blocks), export.card), export.descriptors()
+
+    def _peer_closed(self, peer: int) -> None:
+        """Its process is gone, or its connection, on which it had leave to write."""
+        if self._zone is not None:
+            self._zone.landings.writer_gone(peer)
+            self._wake()
 
     def _refusal(self, hello: PeerHello) -> str:
         """Why a reader is not welcome, naming both values; empty if it is."""
         ours = self._config
         if hello.version != SIDE_CHANNEL_VERSION:
             return f"side channel version {SIDE_CHANNEL_VERSION} here, {hello.version} there."
+        if hello.to_zone and self._zone is None:
+            return "there is no landing zone here."
         if hello.epoch != ours.epoch:
             return f"epoch {ours.epoch} here, {hello.epoch} asked."
         if hello.transport != self._transport.name:
             return f"transport {self._transport.name} here, {hello.transport} there."
         if hello.identity != ours.identity:
-            return f"model identity {_short(ours.identity)} here, {_short(hello.identity)} there."
+            here, there = short_digest(ours.identity), short_digest(hello.identity)
+            return f"model identity {here} here, {there} there."
         try:
             ours.kv_format.require_equal(hello.format, "the reader")
         except FormatMismatch as error:
             return error.message
         return ""
-
-
-def _short(digest: bytes) -> str:
-    return digest.hex()[:12]
 
 
 def make_p2p(
@@ -382,8 +401,9 @@ def make_p2p(
     wake: Wake,
     faults: Faults | None = None,
     staging: Staging | None = None,
+    zone: Zone | None = None,
 ) -> Connector:
     """The connector `p2p` over one transport."""
-    scheduler = P2PScheduler(config, transport.name, clock)
-    worker = P2PWorker(config, transport, segment, leases, clock, wake, faults, staging)
-    return Connector("p2p", scheduler, worker)
+    worker = P2PWorker(config, transport, segment, leases, clock, wake, faults, staging, zone)
+    scheduler = P2PScheduler(config, transport.name, worker.address, clock)
+    return Connector("p2p", scheduler, worker, worker.address)

@@ -1,13 +1,12 @@
 """The side channel between two workers: handshake, confirm, done. Control only, never KV.
 
-A Unix socket in the abstract namespace: it has no file, so nothing stays behind, and it is gone
-when its owner dies. Only processes of our own user are answered (SO_PEERCRED). Messages are a
-4-byte length and msgpack; the handshake compares versions, identity, format and epoch before
-anything else.
+Messages are a 4-byte length and msgpack; the handshake compares versions, identity, format and
+epoch before anything else. Who may connect at all: `connector.endpoint`.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import select
@@ -19,24 +18,27 @@ from collections.abc import Callable
 
 import msgspec
 
+from splitserve.connector import endpoint
 from splitserve.errors import FormatMismatch, TransferFailed
 from splitserve.kv.format import KVFormat
 
 log = logging.getLogger(__name__)
 
-SIDE_CHANNEL_VERSION = 2  # 2: the welcome carries the transport's card
+SIDE_CHANNEL_VERSION = 2  # 2: the welcome carries the transport's card; landing zones
 _MAX_MESSAGE_BYTES = 1 << 16
 _MAX_DESCRIPTORS = 8
+_MAX_STRANGERS = 32  # connections over tcp that have not proved the token yet
 
 
 class PeerHello(msgspec.Struct, frozen=True, tag="hello"):
-    """The reader's first message."""
+    """The first message, of a reader of the pool or of a writer to the zone."""
 
     version: int
-    epoch: str  # the source's epoch that the offer named
+    epoch: str  # the owner's epoch that the offer or the landing named
     transport: str
     identity: bytes
     format: KVFormat
+    to_zone: bool = False
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
@@ -63,20 +65,36 @@ class Confirmed(msgspec.Struct, frozen=True, tag="confirmed"):
     held: bool
 
 
+class Begin(msgspec.Struct, frozen=True, tag="begin"):
+    """May I write to this landing, until I say `Ended` or my connection closes?"""
+
+    landing_id: str
+
+
+class Begun(msgspec.Struct, frozen=True, tag="begun"):
+    granted: bool
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """This writer touches the landing no more. No answer."""
+
+    landing_id: str
+
+
 class Done(msgspec.Struct, frozen=True, tag="done"):
     """This reader needs the lease no more. No answer."""
 
     lease_id: str
 
 
-_FromReader = PeerHello | Confirm | Done
-_FromSource = Welcome | Refused | Confirmed
+FromReader = PeerHello | Confirm | Done | Begin | Ended
+FromSource = Welcome | Refused | Confirmed | Begun
 _encoder = msgspec.msgpack.Encoder()
-_from_reader = msgspec.msgpack.Decoder(_FromReader)
-_from_source = msgspec.msgpack.Decoder(_FromSource)
+_from_reader = msgspec.msgpack.Decoder(FromReader)
+_from_source = msgspec.msgpack.Decoder(FromSource)
 
 
-def _pack(message: _FromReader | _FromSource) -> bytes:
+def _pack(message: FromReader | FromSource) -> bytes:
     payload = _encoder.encode(message)
     return struct.pack("<I", len(payload)) + payload
 
@@ -86,19 +104,24 @@ class SideChannelServer:
 
     def __init__(
         self,
-        address: str,
-        answer: Callable[[_FromReader], tuple[_FromSource | None, list[int]]],
+        name: str,
+        answer: Callable[[FromReader, int], tuple[FromSource | None, list[int]]],
+        closed: Callable[[int], None] = lambda peer: None,
+        host: str = "",
+        token: bytes = b"",
     ) -> None:
-        self.address = address
         self._answer = answer
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        self._listener.bind("\0" + address)
-        self._listener.listen(64)
+        self._closed = closed
+        self._numbers = itertools.count()
+        self._peers: dict[socket.socket, int] = {}  # a number for each connection, never used again
+        self._token = token
+        self._listener, self.address = endpoint.listen(host, name)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._stop_read, self._stop_write = os.pipe2(os.O_CLOEXEC)
         self._selector.register(self._stop_read, selectors.EVENT_READ)
         self._buffers: dict[socket.socket, bytearray] = {}
+        self._strangers: dict[socket.socket, endpoint.Challenge] = {}  # oldest first
         self._thread = threading.Thread(target=self._serve, name="kv-side-channel", daemon=True)
         self._thread.start()
 
@@ -123,27 +146,60 @@ class SideChannelServer:
                     return
 
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        _, uid, _ = struct.unpack("3i", credentials)
-        if uid != os.getuid():
-            log.warning("side channel: refused a process of user %d", uid)
-            connection.close()
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:  # it gave up before, or we are out of descriptors
+            log.warning("side channel: no connection accepted: %s", error)
             return
+        try:
+            self._greet(connection)
+        except OSError as error:
+            log.warning("side channel: dropped a reader: %s", error)
+            self._strangers.pop(connection, None)
+            connection.close()
+
+    def _greet(self, connection: socket.socket) -> None:
         # A reader that does not read its answers must not block the others: they are small and
         # fit the socket's buffer, and one that sends without reading is dropped.
         connection.settimeout(1.0)
+        if connection.family is not socket.AF_UNIX:
+            challenge = endpoint.Challenge(self._token)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(challenge.nonce)
+            while len(self._strangers) >= _MAX_STRANGERS:
+                self._drop(next(iter(self._strangers)))
+            self._strangers[connection] = challenge
+        elif not endpoint.is_own_user(connection):
+            log.warning("side channel: refused a process of another user")
+            connection.close()
+            return
         self._buffers[connection] = bytearray()
+        self._peers[connection] = next(self._numbers)
         self._selector.register(connection, selectors.EVENT_READ)
 
+    def _admit(self, connection: socket.socket, buffer: bytearray) -> None:
+        """The first bytes over tcp prove that the reader has the token."""
+        if len(buffer) < endpoint.PROOF_SIZE:
+            return
+        reply = self._strangers[connection].answer(bytes(buffer[: endpoint.PROOF_SIZE]))
+        if reply is None:
+            raise ConnectionError("it does not have the cluster's token")
+        del buffer[: endpoint.PROOF_SIZE]
+        del self._strangers[connection]
+        connection.sendall(reply)
+
     def _receive(self, connection: socket.socket) -> None:
+        if connection not in self._buffers:  # dropped since the selector saw it
+            return
         try:
             data = connection.recv(_MAX_MESSAGE_BYTES)
             if not data:
                 raise ConnectionError("closed")
             buffer = self._buffers[connection]
             buffer += data
-            while len(buffer) >= 4:
+            if connection in self._strangers:
+                self._admit(connection, buffer)
+            while connection not in self._strangers and len(buffer) >= 4:
                 (length,) = struct.unpack_from("<I", buffer)
                 if length > _MAX_MESSAGE_BYTES:
                     raise ConnectionError(f"a message of {length} bytes")
@@ -151,9 +207,13 @@ class SideChannelServer:
                     break
                 message = _from_reader.decode(bytes(buffer[4 : 4 + length]))
                 del buffer[: 4 + length]
-                reply, descriptors = self._answer(message)
-                if reply is not None:
-                    socket.send_fds(connection, [_pack(reply)], descriptors)
+                reply, descriptors = self._answer(message, self._peers[connection])
+                if descriptors and connection.family is not socket.AF_UNIX:
+                    raise ConnectionError("descriptors can't be passed over tcp")
+                if descriptors:
+                    socket.send_fds(connection, [_pack(reply)] if reply else [], descriptors)
+                elif reply is not None:
+                    connection.sendall(_pack(reply))
         except (OSError, msgspec.MsgspecError) as error:
             if str(error) != "closed":
                 log.warning("side channel: dropped a reader: %s", error)
@@ -161,19 +221,26 @@ class SideChannelServer:
 
     def _drop(self, connection: socket.socket) -> None:
         self._buffers.pop(connection, None)
+        self._strangers.pop(connection, None)
         self._selector.unregister(connection)
         connection.close()
+        peer = self._peers.pop(connection, None)
+        if peer is not None:
+            self._closed(peer)
 
 
 class SideChannel:
     """The reader's end: a connection to one source. Thread-safe, one exchange at a time."""
 
-    def __init__(self, address: str, hello: PeerHello, timeout_s: float) -> None:
+    def __init__(
+        self, address: str, hello: PeerHello, timeout_s: float, token: bytes = b""
+    ) -> None:
         self._lock = threading.Lock()
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        self._socket.settimeout(timeout_s)
         try:
-            self._socket.connect("\0" + address)
+            self._socket = endpoint.connect(address, token, timeout_s)
+        except OSError as error:
+            raise TransferFailed(f"The source is gone ({error}).") from error
+        try:
             reply, self.descriptors = self._exchange(hello)
         except OSError as error:
             self._socket.close()
@@ -196,9 +263,25 @@ class SideChannel:
 
     def done(self, lease_id: str) -> None:
         """Tell the source; if it is gone, so is the lease."""
+        self._tell(Done(lease_id))
+
+    def begin(self, landing_id: str) -> bool:
+        """The owner's leave to write to a landing; False also if it can't be reached."""
+        try:
+            reply, _ = self._exchange(Begin(landing_id))
+        except OSError:
+            self.close()
+            return False
+        return isinstance(reply, Begun) and reply.granted
+
+    def ended(self, landing_id: str) -> None:
+        """Tell the owner; if it is gone, so is the landing."""
+        self._tell(Ended(landing_id))
+
+    def _tell(self, message: FromReader) -> None:
         try:
             with self._lock:
-                self._socket.sendall(_pack(Done(lease_id)))
+                self._socket.sendall(_pack(message))
         except OSError:
             pass
 
@@ -219,7 +302,7 @@ class SideChannel:
     def close(self) -> None:
         self._socket.close()
 
-    def _exchange(self, message: _FromReader) -> tuple[_FromSource, list[int]]:
+    def _exchange(self, message: FromReader) -> tuple[FromSource, list[int]]:
         with self._lock:
             self._socket.sendall(_pack(message))
             data, descriptors, _, _ = socket.recv_fds(

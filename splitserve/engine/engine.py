@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from splitserve import wire
 from splitserve.clock import Clock
-from splitserve.connector.base import Connector, SealDone
-from splitserve.engine.handoff import Reader, Source
+from splitserve.connector.base import Connector, FetchDone, PushDone, SealDone
+from splitserve.engine.handoff import LayerPush, Reader, Source
 from splitserve.engine.scheduler import Drawn, Scheduler
 from splitserve.engine.sequence import Sequence, Status
 from splitserve.engine.step import PlanItem, Runner, StepPlan, StepResult
@@ -78,6 +78,7 @@ class Engine:
             deadline_s=now + message.deadline_s,
             offer=message.offer,
             grain=message.grain,
+            wants_push=message.push,
         )
         self._num_arrived += 1
         try:
@@ -108,6 +109,9 @@ class Engine:
     def deliver(self, request_id: str, part: wire.Part) -> None:
         self.reader.deliver(request_id, part)
 
+    def land(self, request_id: str, landing: wire.Landing) -> None:
+        self.source.land(self._sequences.get(request_id), landing)
+
     def complete(self, request_id: str, offer: wire.Offer) -> None:
         self.reader.complete(request_id, offer)
 
@@ -117,7 +121,7 @@ class Engine:
         if sequence is not None:
             if sequence.status is Status.FETCHING:
                 self.connector.worker.cancel_fetch(request_id)
-            self.scheduler.abort(sequence, self.clock.now())
+            self._drop(sequence)
         lease_id = self._leases_by_request.pop(request_id, None)
         if lease_id is not None:
             self.scheduler.leases.release(lease_id)
@@ -135,10 +139,13 @@ class Engine:
         now = self.clock.now()
         self._collect_leases(now)
         for event in self.connector.worker.poll():
-            if isinstance(event, SealDone):
-                self.source.on_sealed(event)
-            else:
-                self.reader.on_fetched(event)
+            match event:
+                case SealDone():
+                    self.source.on_sealed(event)
+                case PushDone():
+                    self.source.on_pushed(event)
+                case FetchDone():
+                    self.reader.on_fetched(event)
         self.reader.admit(now)
 
     def step(self) -> bool:
@@ -149,7 +156,7 @@ class Engine:
         if not plan.items:
             return False
         self._tell_started(plan, now)
-        plan, result = self._execute(plan)
+        plan, result = self._execute(plan, self.source.layers_of(plan, self._sequences))
         after = self.clock.now()
         for drawn in self.scheduler.update(plan, result, after):
             self._tell_drawn(drawn, after)
@@ -173,6 +180,8 @@ class Engine:
             free_blocks=scheduler.pool.num_available,
             leased_blocks=scheduler.pool.num_leased(),
             quarantined_blocks=scheduler.pool.num_quarantined,
+            landing_blocks_quarantined=self.connector.worker.num_quarantined,
+            quarantine_age_s=scheduler.pool.quarantine_age_s(self.clock.now()),
             total_blocks=scheduler.pool.num_blocks,
             waiting_tokens=sum(x.num_remaining for x in waiting if not x.is_decoding),
             preemptions=scheduler.num_preemptions,
@@ -184,6 +193,7 @@ class Engine:
         """Nothing queued, running, fetching, leased or in quarantine."""
         return (
             not self._sequences
+            and self.connector.worker.is_settled
             and self.scheduler.leases.is_settled
             and not self.scheduler.pool.num_quarantined
         )
@@ -192,6 +202,7 @@ class Engine:
         """Assert the invariants; when idle, also that every block is free or cached."""
         self._collect_leases(self.clock.now())
         self.scheduler.check()
+        self.connector.worker.check()
         if self.is_idle:
             counts = self.scheduler.pool.counts()
             assert counts["free"] + counts["cached"] == self.scheduler.pool.num_blocks, counts
@@ -204,12 +215,18 @@ class Engine:
             self._leases_by_request.pop(lease.request_id, None)
             self.source.forget(lease)
 
-    def _execute(self, plan: StepPlan) -> tuple[StepPlan, StepResult]:
+    def _execute(
+        self, plan: StepPlan, layers: LayerPush | None = None
+    ) -> tuple[StepPlan, StepResult]:
         """Run the plan. If the runner raises, run its items one by one, so that only those ends
         that fail alone; writing the same KV again is harmless. A lost device fails them all, here
         and later: that is the process's end, after which another one takes the requests up."""
         try:
-            return plan, self.runner.execute(plan)
+            if layers is None:
+                return plan, self.runner.execute(plan)
+            result = self.runner.execute(plan, layers.on_layer)
+            layers.is_whole()
+            return plan, result
         except DeviceLost:
             raise
         except Exception as error:
@@ -228,7 +245,7 @@ class Engine:
 
     def _fail(self, request_id: str, error: Exception) -> None:
         log.error("request %s failed in a step: %r", request_id, error)
-        self.scheduler.abort(self._sequences.pop(request_id), self.clock.now())
+        self._drop(self._sequences.pop(request_id))
         code = error.code if isinstance(error, SplitserveError) else WorkerFault.code
         self._end(request_id, "error", code, f"{type(error).__name__}: {error}")
 
@@ -258,11 +275,20 @@ class Engine:
             )
         if drawn.end is not None:
             del self._sequences[request_id]
+            self.source.end_push(sequence)
             self._end(request_id, drawn.end)
         elif drawn.lease is not None:
             del self._sequences[request_id]
             self._leases_by_request[request_id] = drawn.lease.lease_id
             self.source.seal_rest(sequence, drawn.lease)
+
+    def _drop(self, sequence: Sequence) -> None:
+        """It has left `_sequences`: nothing of it stays."""
+        self.scheduler.abort(sequence, self.clock.now())
+        if sequence.leg is wire.Leg.PREFILL:
+            self.source.end_push(sequence)
+        else:
+            self.reader.give_back(sequence)
 
     def _tell(self, notice: wire.Notice) -> None:
         self.outbox.notices.append(notice)

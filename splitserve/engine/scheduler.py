@@ -211,7 +211,7 @@ class Scheduler:
                 sequence.table.seal(sequence.tokens, sequence.num_computed)
             if token_id is not None:
                 drawn.append(self._append(sequence, token_id, logprobs, now_s))
-            elif sequence.leg is Leg.PREFILL and sequence.grain is Grain.CHUNK:
+            elif sequence.leg is Leg.PREFILL and sequence.grain is not Grain.REQUEST:
                 self.lending.lend_filled(sequence, now_s)
         return drawn
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from splitserve.kv.lease import Lease
 from splitserve.kv.table import BlockTable
 from splitserve.sampling import Sampling
-from splitserve.wire import Grain, Leg, Offer, Part
+from splitserve.wire import Grain, Landing, Leg, Offer, Part
 
 
 class Status(enum.Enum):
@@ -54,7 +54,10 @@ class Sequence:
     held: list[int] = field(default_factory=list)  # target blocks of a fetch
     incoming: Incoming | None = None  # while FETCHING
     parts: list[Part] = field(default_factory=list)  # delivered, no job yet
-    lease: Lease | None = None  # on the leading blocks of a prefill leg of grain chunk
+    lease: Lease | None = None  # on the leading blocks of a prefill leg that hands over by parts
+    wants_push: bool = False
+    landing: Landing | None = None  # lent to a prefill leg, or by a decode leg
+    layered: set[int] = field(default_factory=set)  # blocks (by index) that were pushed by layers
     num_drawn: int = 0  # tokens drawn by this leg
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -65,10 +65,15 @@ class StepResult:
         return itertools.zip_longest(self.token_ids, self.logprobs)
 
 
+OnLayer = Callable[[int], None]
+"""Told the index of each layer when the KV that a step writes in it is in the pool, in the middle
+of the step, on the thread that computes: it must return at once."""
+
+
 class Runner(Protocol):
     """Executes plans: `model.runner.TorchRunner` or `model.simulated.SimulatedRunner`."""
 
     @property
     def kv_format(self) -> KVFormat: ...
 
-    def execute(self, plan: StepPlan) -> StepResult: ...
+    def execute(self, plan: StepPlan, on_layer: OnLayer | None = None) -> StepResult: ...

@@ -11,7 +11,9 @@ class EarlyDecode:
     """Opened when prefill starts to compute, not while it queues: its blocks are reserved by then
     (design 3.6). Whatever becomes of it, the offer at the end has all the KV."""
 
-    def __init__(self, hub: WorkerHub) -> None:
+    def __init__(self, hub: WorkerHub, grain: wire.Grain, push: bool) -> None:
+        self.grain = grain
+        self.push = push
         self._hub = hub
         self._stream: LegStream | None = None
         self._held: HeldOffer | None = None
@@ -21,8 +23,15 @@ class EarlyDecode:
     def is_open(self) -> bool:
         return self._stream is not None
 
-    def begin(self, stream: LegStream) -> None:
+    def begin(self, stream: LegStream, source: LegStream) -> None:
+        """stream: of the decode leg; source: of the prefill leg, which learns where to push."""
         self._stream = stream
+
+        def tell_source(landing: wire.Landing) -> None:
+            message = wire.Land(source.request_id, landing)
+            self._hub.send_to_leg(source.worker_id, source.request_id, message)
+
+        stream.on_landed = tell_source
 
     def deliver(self, part: wire.Part) -> None:
         """Pass a part on, and keep its lease alive until the offer takes over."""

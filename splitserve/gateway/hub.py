@@ -21,16 +21,9 @@ from splitserve.errors import FormatMismatch, WorkerLost
 from splitserve.gateway.rates import Rates
 from splitserve.kv.format import ModelIdentity
 from splitserve.router.candidates import Candidate
+from splitserve.router.grain import KVShape
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class KVShape:
-    """What a handoff's size depends on."""
-
-    bytes_per_token: float
-    chunk_tokens: int  # a step's budget
 
 
 class LegListener(Protocol):
@@ -158,7 +151,9 @@ class WorkerHub:
             if handle.hello.role is not wire.Role.DECODE:
                 kv_format = handle.hello.format
                 return KVShape(
-                    kv_format.block_bytes / kv_format.block_size, handle.hello.max_batched_tokens
+                    bytes_per_token=kv_format.block_bytes / kv_format.block_size,
+                    num_layers=kv_format.num_layers,
+                    chunk_tokens=handle.hello.max_batched_tokens,
                 )
         return None
 

@@ -147,7 +147,7 @@ class Journey:
         if not decision.split:
             await self._prefill(Leg.WHOLE)
             return
-        early = EarlyDecode(self._hub) if self._is_early(num_tokens) else None
+        early = self._early(num_tokens)
         try:
             offer = await self._prefill(Leg.PREFILL, early)
             if offer is not None:
@@ -156,17 +156,16 @@ class Journey:
             if early is not None:
                 early.close()
 
-    def _is_early(self, num_tokens: int) -> bool:
-        """Whether KV moves while prefill goes on, and the decode worker is picked before."""
+    def _early(self, num_tokens: int) -> EarlyDecode | None:
+        """If KV is to move while prefill goes on: the decode worker is picked before its end."""
         hub = self._hub
         shape = hub.kv_shape()
         if shape is None:
-            return False
+            return None
         decision = decide_grain(
             self._config.handoff,
             num_tokens,
-            shape.chunk_tokens,
-            shape.bytes_per_token,
+            shape,
             hub.rates.transfer_bytes_per_s,
             hub.rates.prefill_tokens_per_s,
         )
@@ -174,14 +173,16 @@ class Journey:
         self.timeline.exposed_predicted_s = {
             grain.value: seconds for grain, seconds in decision.exposed_s.items()
         }
-        return decision.grain is wire.Grain.CHUNK
+        if decision.grain is wire.Grain.REQUEST:
+            return None
+        return EarlyDecode(hub, decision.grain, decision.push)
 
     # --- the two legs
 
     async def _prefill(self, leg: Leg, early: EarlyDecode | None = None) -> wire.Offer | None:
         """A leg that begins with a prefill: the whole answer, or until the KV is offered."""
         deadlines = self._config.deadlines
-        stream = await self._open(leg, None, wire.Grain.CHUNK if early else wire.Grain.REQUEST)
+        stream = await self._open(leg, None, early.grain if early else wire.Grain.REQUEST)
         started = False
         try:
             while True:
@@ -196,7 +197,7 @@ class Journey:
                         # a prompt of one step has its token by now: nothing to hide behind
                         is_over = len(self.output_ids) > stream.num_known
                         if early is not None and not early.is_open and not is_over:
-                            self._open_early(early, stream.worker_id)
+                            self._open_early(early, stream)
                     case wire.PartReady(part=part):
                         if early is not None:
                             early.deliver(part)
@@ -221,13 +222,14 @@ class Journey:
         finally:
             stream.close()
 
-    def _open_early(self, early: EarlyDecode, source: str) -> None:
+    def _open_early(self, early: EarlyDecode, source: LegStream) -> None:
         """Open the decode leg beside the prefill, if another worker than that can take it now."""
         candidates = [x for x in self._hub.candidates() if x.worker_id not in self._silent]
         picked = pick(Leg.DECODE, candidates)
-        if picked is not None and picked.worker_id != source:
+        if picked is not None and picked.worker_id != source.worker_id:
             self.timeline.notes.append(picked.reason)
-            early.begin(self._submit(picked.worker_id, Leg.DECODE, None, wire.Grain.CHUNK))
+            stream = self._submit(picked.worker_id, Leg.DECODE, None, early.grain, early.push)
+            early.begin(stream, source)
 
     async def _decode(self, offer: wire.Offer, early: EarlyDecode | None) -> None:
         """Fetch the offered KV on a decode worker and follow it to the end of the answer.
@@ -293,7 +295,12 @@ class Journey:
         return self._submit(await self._pick(leg), leg, offer, grain)
 
     def _submit(
-        self, worker_id: str, leg: Leg, offer: wire.Offer | None, grain: wire.Grain
+        self,
+        worker_id: str,
+        leg: Leg,
+        offer: wire.Offer | None,
+        grain: wire.Grain,
+        push: bool = False,
     ) -> LegStream:
         now = self._clock.now()
         self.timeline.mark(Moment.PICKED, now, worker_id)
@@ -310,6 +317,7 @@ class Journey:
             offer=offer,
             deadline_s=self._arrived_s + self._config.deadlines.total_s - now,
             grain=grain,
+            push=push,
         )
         self._num_legs += 1
         pending = 0 if leg is Leg.DECODE else len(request.prompt_ids) + len(self.output_ids)

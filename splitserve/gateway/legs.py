@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 
 from splitserve import wire
 from splitserve.gateway.hub import WorkerHub
@@ -27,6 +28,7 @@ class LegStream:
         self._items: deque[wire.Token | wire.Notice] = deque()
         self._lost: str | None = None
         self._ended = False
+        self.on_landed: Callable[[wire.Landing], None] = lambda landing: None
         self._waiter: asyncio.Future[None] | None = None
         if not hub.open_leg(worker_id, submit, self, num_pending):
             self._lost = f"{worker_id} is gone"
@@ -36,6 +38,9 @@ class LegStream:
         self._notify()
 
     def on_notice(self, notice: wire.Notice) -> None:
+        if isinstance(notice, wire.Landed):  # its source is to know at once
+            self.on_landed(notice.landing)
+            return
         self._ended = self._ended or isinstance(notice, wire.End | wire.FetchFailed)
         self._items.append(notice)
         self._notify()

@@ -41,7 +41,7 @@ class Metrics:
         )
         self.handoffs = Counter(
             "splitserve_handoffs",
-            "Handoffs that succeeded, by grain: request, or chunk if parts moved during prefill.",
+            "Handoffs that succeeded, by grain: request, or parts if some moved during prefill.",
             ["grain"],
             registry=self.registry,
         )
@@ -83,7 +83,7 @@ class Metrics:
         if timeline.transfer_proof:
             self.transfers.inc()
             self.transfer_bytes.inc(timeline.transfer_bytes)
-            self.handoffs.labels("chunk" if timeline.num_parts else "request").inc()
+            self.handoffs.labels("parts" if timeline.num_parts else "request").inc()
             if timeline.exposed_transfer_s is not None:
                 self.exposed_transfer.observe(timeline.exposed_transfer_s)
             if timeline.handoff_gap_s is not None:
@@ -110,13 +110,23 @@ class _WorkerCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         views = {name: handle.view for name, handle in self._hub.workers.items()}
-        gauges: tuple[tuple[str, str, Callable[[View], int]], ...] = (
+        gauges: tuple[tuple[str, str, Callable[[View], float]], ...] = (
             ("waiting_requests", "Legs queued.", lambda v: v.waiting),
             ("running_requests", "Legs in the batch.", lambda v: v.running),
             ("fetching_requests", "Legs whose KV is on the way.", lambda v: v.fetching),
             ("kv_free_blocks", "Free and cached blocks.", lambda v: v.free_blocks),
             ("kv_leased_blocks", "Blocks pinned by leases.", lambda v: v.leased_blocks),
             ("kv_quarantined_blocks", "Blocks in quarantine.", lambda v: v.quarantined_blocks),
+            (
+                "kv_landing_quarantined_blocks",
+                "Blocks of landing zones that nobody reads and a writer may still write.",
+                lambda v: v.landing_blocks_quarantined,
+            ),
+            (
+                "kv_quarantine_age_seconds",
+                "Age of the pool's oldest block in quarantine.",
+                lambda v: v.quarantine_age_s,
+            ),
             ("kv_blocks", "Blocks in the pool.", lambda v: v.total_blocks),
         )
         for name, text, read in gauges:

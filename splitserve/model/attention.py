@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from splitserve.engine.step import OnLayer
 from splitserve.errors import UnsupportedModel
 from splitserve.model.kernels import attend_range, variant_arguments, write_kv
 from splitserve.model.tensor_attention import TensorStep
@@ -84,6 +85,7 @@ class PagedStep:
         instead of the kernels.
     observe: is told of each layer and of the window in its mask; only at loading.
     layers_seen: how often attention was called, which must end up as the number of layers.
+    on_layer: is told of each layer whose KV is in the pool now.
     """
 
     pool: npt.NDArray[np.float32]
@@ -98,6 +100,7 @@ class PagedStep:
     tensors: TensorStep | None = None
     observe: Callable[[Layer, int | None], None] | None = None
     layers_seen: int = 0
+    on_layer: OnLayer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +168,8 @@ def attend(
     else:
         result = _attend_kernels(paged, query, key, value, variant)
     paged.layers_seen += 1
+    if paged.on_layer is not None:
+        paged.on_layer(layer)
     return result[..., :value_width], None
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from splitserve.engine.step import PlanItem, StepPlan
+from splitserve.engine.step import OnLayer, PlanItem, StepPlan
 from splitserve.errors import ConfigError, WorkerFault
 from splitserve.kv.format import KVFormat
 from splitserve.model.attention import Layer, PagedStep, Run
@@ -58,10 +58,13 @@ class Forward:
         self._num_threads = num_threads
         self._threads = ThreadPoolExecutor(num_threads) if num_threads > 1 else None
 
-    def logits(self, plan: StepPlan) -> npt.NDArray[np.float32]:
+    def logits(
+        self, plan: StepPlan, on_layer: OnLayer | None = None
+    ) -> npt.NDArray[np.float32]:
         """Compute the plan, its KV into the pool; logits [number of draws, vocab] in plan order."""
         items = plan.items
         step, tokens, positions = self._pack(items)
+        step.on_layer = on_layer
         ends = np.cumsum([len(item.token_ids) for item in items])
         wanted = [int(end) - 1 for end, item in zip(ends, items, strict=True) if item.draw]
         kept = wanted + [0] * max(0, self.min_rows - len(wanted)) if wanted else []

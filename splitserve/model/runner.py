@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from splitserve.engine.step import PlanItem, StepPlan, StepResult
+from splitserve.engine.step import OnLayer, PlanItem, StepPlan, StepResult
 from splitserve.errors import ConfigError, DeviceLost, WorkerFault
 from splitserve.kv.format import KVFormat
 from splitserve.model.adjust import adjusted
@@ -67,13 +67,15 @@ class TorchRunner:
         """Rows that a forward pass is padded to."""
         return self._forward.min_rows
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan, on_layer: OnLayer | None = None) -> StepResult:
         """Compute the plan and draw a token for each item that asks for one.
+
+        on_layer: not with a staged pool, whose KV reaches the blocks only when it is sealed.
 
         Raises DeviceLost when a device fails: no later step in this process could succeed.
         """
         try:
-            rows = iter(self._forward.logits(plan))
+            rows = iter(self._forward.logits(plan, on_layer))
         except torch.AcceleratorError as error:
             raise DeviceLost(f"The device failed: {error}") from error
         drawn = [_draw(item, next(rows)) if item.draw else (None, None) for item in plan.items]

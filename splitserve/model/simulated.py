@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from splitserve.engine.step import Draw, PlanItem, StepPlan, StepResult
+from splitserve.engine.step import Draw, OnLayer, PlanItem, StepPlan, StepResult
 from splitserve.errors import ConfigError, WorkerFault
 from splitserve.kv.format import KVFormat
 
@@ -80,9 +80,11 @@ class SimulatedRunner:
         self._spend = spend
         self._verify = verify
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan, on_layer: OnLayer | None = None) -> StepResult:
         """Write the hashes of the plan's tokens; draw where asked."""
         drawn = [self._compute(item) for item in plan.items]
+        if on_layer is not None:
+            on_layer(0)
         if self._duration_s is not None and self._spend is not None:
             self._spend(self._duration_s(plan))
         return StepResult(drawn)

@@ -21,10 +21,11 @@ _FRAMES_KEPT = 4096  # for re-requests
 class GatewayLink:
     """Used by the engine thread only, apart from `wake`."""
 
-    def __init__(self, endpoint: str, hello: wire.Hello) -> None:
+    def __init__(self, endpoint: str, identity: str) -> None:
+        """identity: worker id and epoch, as the ROUTER sees it."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, f"{hello.worker_id}/{hello.epoch}".encode())
+        self._socket.setsockopt(zmq.IDENTITY, identity.encode())
         self._socket.setsockopt(zmq.LINGER, 500)
         # No high-water marks: a frame is never dropped, memory is bounded by max_tokens x streams.
         self._socket.setsockopt(zmq.SNDHWM, 0)
@@ -36,11 +37,10 @@ class GatewayLink:
         self._poller.register(self._wake_fd, zmq.POLLIN)
         self._frames: deque[wire.Frame] = deque(maxlen=_FRAMES_KEPT)
         self._next_number = 0
-        self._hello = hello
 
-    def say_hello(self) -> None:
+    def say_hello(self, hello: wire.Hello) -> None:
         """The worker is ready for legs and for readers of its KV."""
-        self._socket.send_multipart(wire.encode(self._hello))
+        self._socket.send_multipart(wire.encode(hello))
 
     def wake(self) -> None:
         """End the engine thread's `wait`. Any thread."""

@@ -17,7 +17,10 @@ from typing import Protocol
 from splitserve import wire
 from splitserve.clock import MonotonicClock
 from splitserve.connector.base import Connector, Staging
-from splitserve.connector.p2p import P2PConfig, make_p2p
+from splitserve.connector.landing import LandingZone
+from splitserve.connector.offers import P2PConfig
+from splitserve.connector.p2p import make_p2p
+from splitserve.connector.push import Zone
 from splitserve.engine.engine import Engine
 from splitserve.engine.scheduler import Scheduler, SchedulerConfig
 from splitserve.engine.step import Runner
@@ -25,8 +28,8 @@ from splitserve.faults import Faults
 from splitserve.kv.format import KVFormat, ModelIdentity
 from splitserve.kv.lease import LeaseTable
 from splitserve.kv.pool import BlockPool
+from splitserve.transport.registry import LOOPBACK, make_transport
 from splitserve.transport.segment import Segment
-from splitserve.transport.shm import ShmTransport
 from splitserve.worker.link import GatewayLink
 from splitserve.worker.spec import WorkerSpec
 
@@ -73,35 +76,27 @@ class Worker:
         self._segment = Segment.create(spec.num_blocks, kv_format.block_bytes)
         made = model.make_runner(self._segment, spec)
         identity = model.identity
-        config = P2PConfig(spec.worker_id, spec.epoch, identity.digest(), kv_format, spec.digests)
-        self._link = GatewayLink(
-            spec.gateway,
-            wire.Hello(
-                worker_id=spec.worker_id,
-                epoch=spec.epoch,
-                role=spec.role,
-                pid=os.getpid(),
-                identity=identity,
-                format=kv_format,
-                num_blocks=spec.num_blocks,
-                max_model_len=spec.max_model_len or model.max_model_len,
-                vocab_size=model.vocab_size,
-                exact_rows=made.exact_rows,
-                max_batched_tokens=spec.max_batched_tokens,
-                address=config.address,
-            ),
-        )
+        self._link = GatewayLink(spec.gateway, f"{spec.worker_id}/{spec.epoch}")
         leases = LeaseTable(spec.epoch, spec.lease_term_s)
         self._faults = Faults(spec.faults.replace("{worker}", spec.worker_id))
         self._connector: Connector = make_p2p(
-            config,
-            ShmTransport(self._segment),
+            P2PConfig(
+                spec.worker_id,
+                spec.epoch,
+                identity.digest(),
+                kv_format,
+                spec.digests,
+                spec.host,
+                spec.token.encode(),
+            ),
+            make_transport(spec.transport, self._segment, spec.host or LOOPBACK),
             self._segment,
             leases,
             clock,
             self._link.wake,
             self._faults,
             made.staging,
+            _make_zone(spec, kv_format) if spec.zone_blocks else None,
         )
         scheduler = Scheduler(
             SchedulerConfig(
@@ -118,7 +113,22 @@ class Worker:
         self._no_cancel = threading.Event()
         self._stopping = False
         self._last_frame_s = clock.now()
-        self._link.say_hello()
+        self._link.say_hello(
+            wire.Hello(
+                worker_id=spec.worker_id,
+                epoch=spec.epoch,
+                role=spec.role,
+                pid=os.getpid(),
+                identity=identity,
+                format=kv_format,
+                num_blocks=spec.num_blocks,
+                max_model_len=spec.max_model_len or model.max_model_len,
+                vocab_size=model.vocab_size,
+                exact_rows=made.exact_rows,
+                max_batched_tokens=spec.max_batched_tokens,
+                address=self._connector.address,
+            )
+        )
 
     def run(self) -> None:
         """The engine loop, until Stop or SIGTERM."""
@@ -145,6 +155,8 @@ class Worker:
                 self.engine.submit(message)
             case wire.Deliver(request_id, part):
                 self.engine.deliver(request_id, part)
+            case wire.Land(request_id, landing):
+                self.engine.land(request_id, landing)
             case wire.Complete(request_id, offer):
                 self.engine.complete(request_id, offer)
             case wire.Abort(request_id):
@@ -185,6 +197,12 @@ class Worker:
     def _on_term(self, signum: int, frame: FrameType | None) -> None:
         self._stopping = True
         self._link.wake()
+
+
+def _make_zone(spec: WorkerSpec, kv_format: KVFormat) -> Zone:
+    segment = Segment.create(spec.zone_blocks, kv_format.block_bytes, "splitserve-zone")
+    transport = make_transport(spec.transport, segment, spec.host or LOOPBACK)
+    return Zone(segment, transport, LandingZone(spec.epoch, spec.zone_blocks))
 
 
 def run_worker(spec: WorkerSpec, model: HostedModel) -> None:

@@ -17,6 +17,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cores: tuple[int, ...]  # CPU affinity; empty: any core
     num_threads: int
     num_blocks: int
+    zone_blocks: int = 0  # staging that it lends to writers, beside its pool
     block_size: int = 16
     exact: bool = False
     chunked_prefill: bool = True
@@ -26,6 +27,9 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_model_len: int = 0  # 0: the model's own
     lease_term_s: float = 30.0
     digests: str = "full"
+    transport: str = "shm"
+    host: str = ""  # where peers reach its KV by the network; empty: they are on this host
+    token: str = ""  # the cluster's: peers prove to have it
     faults: str = ""
     weights: str = "float32"  # the model's dtype, or int8: of linear layers, in steps of few rows
 

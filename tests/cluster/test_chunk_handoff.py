@@ -21,10 +21,20 @@ P, D = "prefill-0", "decode-0"
 NUM_TOKENS = 300
 
 
-@pytest.fixture(scope="module")
-def one_lab(make_lab: MakeLab) -> Lab:
-    gateway = GatewayConfig(split=SplitMode.ALWAYS, handoff=Handoff.CHUNK_PULL)
-    return make_lab(simulated_config(1, 1, gateway=gateway))
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("chunk-pull", "shm"),
+        ("chunk-pull", "tcp"),
+        ("chunk-push", "tcp"),
+        ("layer-push", "shm"),
+    ],
+    ids="-".join,
+)
+def one_lab(make_lab: MakeLab, request: pytest.FixtureRequest) -> Lab:
+    way, transport = request.param
+    gateway = GatewayConfig(split=SplitMode.ALWAYS, handoff=Handoff(way))
+    return make_lab(simulated_config(1, 1, gateway=gateway, transport=transport))
 
 
 @pytest.fixture
@@ -47,8 +57,9 @@ async def test_the_decode_worker_has_its_blocks_before_the_first_token(lab: Lab)
     timeline = flight.journey.timeline
     assert timeline.transfer_proof == "digest"
     assert timeline.transfer_bytes == 19 * 16 * 8  # each block once
-    assert set(timeline.exposed_predicted_s) == {"request", "chunk"}
-    assert steps_of(flight)[0].startswith("handoff chunk (chunk-pull)")
+    assert set(timeline.exposed_predicted_s) == {"request", "chunk", "layer"}
+    way = lab.runtime.config.gateway.handoff.value
+    assert f"({way})" in steps_of(flight)[0]
     assert timeline.first(Moment.DECODE_QUEUED) < timeline.first(Moment.PREFILL_ENDED)  # type: ignore[operator]
     assert flight.journey.num_retries == 0
     assert timeline.hidden_transfer is not None

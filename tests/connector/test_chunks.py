@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from splitserve import wire
@@ -25,11 +27,31 @@ class Pair:
     """A prefill and a decode engine, and the gateway's part: it passes parts and offers on."""
 
     def __init__(
-        self, *, prefix_cache: bool = True, digests: str = "full", faults: str = ""
+        self,
+        *,
+        prefix_cache: bool = True,
+        digests: str = "full",
+        faults: str = "",
+        way: str = "chunk-pull",
+        transport: str = "shm",
+        zone_blocks: int = 40,
+        source_faults: str = "",
     ) -> None:
+        grain, _, direction = way.partition("-")
+        self.grain, self.push = Grain(grain), direction == "push"
         config = SchedulerConfig(CHUNK, 16, prefix_cache=prefix_cache)
-        self.prefill = EngineHost(worker_id="p", config=config, digests=digests)
-        self.decode = EngineHost(worker_id="d", config=config, digests=digests, faults=faults)
+        self.prefill = EngineHost(
+            worker_id="p", config=config, digests=digests, faults=source_faults, transport=transport
+        )
+        self.decode = EngineHost(
+            worker_id="d",
+            config=config,
+            digests=digests,
+            faults=faults,
+            transport=transport,
+            zone_blocks=zone_blocks if self.push else 0,
+        )
+        self.num_pushed = 0
         self.num_parts = 0
         self.offers: dict[str, wire.Offer] = {}
 
@@ -37,17 +59,25 @@ class Pair:
         self, prompt: list[int] = PROMPT, name: str = "r", sampling: Sampling = GREEDY
     ) -> None:
         for host, leg in ((self.prefill, Leg.PREFILL), (self.decode, Leg.DECODE)):
-            host.engine.submit(wire.Submit(name, leg, prompt, [], sampling, grain=Grain.CHUNK))
+            push = self.push and leg is Leg.DECODE
+            host.submit(name, prompt, sampling, leg, grain=self.grain, push=push)
 
     def turn(self) -> None:
         self.prefill.turn()
         self.pass_on()
         self.decode.turn()
+        self.tell_source()
+
+    def tell_source(self) -> None:
+        for notice in self.decode.notices:
+            if isinstance(notice, wire.Landed):
+                self.prefill.engine.land(notice.request_id, notice.landing)
 
     def pass_on(self) -> None:
         for notice in self.prefill.notices:
             if isinstance(notice, wire.PartReady):
                 self.num_parts += 1
+                self.num_pushed += notice.part.pushed
                 self.decode.engine.deliver(notice.request_id, notice.part)
             elif isinstance(notice, wire.Offered):
                 self.offers[notice.request_id] = notice.offer
@@ -222,11 +252,102 @@ def test_a_preempted_prefill_takes_its_lease_back_and_hands_over_whole() -> None
     prefill.close()
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_random_handoffs_with_aborts_on_both_sides(seed: int) -> None:
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("way", ["chunk-push", "layer-push"])
+def test_what_is_pushed_is_the_same(way: str, prefix_cache: bool, transport: str) -> None:
+    pair = Pair(way=way, prefix_cache=prefix_cache, transport=transport)
+    for number in range(3):
+        prompt = [number, *PROMPT[1:]]
+        pair.submit(prompt, f"r{number}")
+        pair.run(wire.End, num=number + 1)
+        answer = [pair.offers[f"r{number}"].output_ids[0], *pair.decode.tokens[f"r{number}"]]
+        assert answer == expected_tokens(prompt, GREEDY, 12)
+    assert pair.num_pushed >= 3 * 4, "the first part may be told before the landing is known"
+    pair.settle()
+    pair.close()
+
+
+def test_a_full_zone_means_pull() -> None:
+    pair = Pair(way="layer-push", zone_blocks=3)
+    pair.submit()
+    pair.run(wire.End)
+    assert pair.num_parts
+    assert not pair.num_pushed
+    assert pair.decode.tokens["r"] == expected_tokens(PROMPT, GREEDY, 12)[1:]
+    pair.settle()
+    pair.close()
+
+
+def test_bytes_that_flip_in_the_zone_are_never_used() -> None:
+    pair = Pair(way="chunk-push", faults="fetch.block=flip")
+    pair.submit()
+    (failed,) = pair.run(wire.FetchFailed)
+    assert isinstance(failed, wire.FetchFailed)
+    pair.prefill.engine.abort("r")
+    pair.settle()
+    assert "r" not in pair.decode.tokens
+    pair.close()
+
+
+def test_a_writer_that_stands_still_keeps_its_blocks_in_quarantine(tmp_path: Path) -> None:
+    """The request is aborted in the middle of a write: nobody gets the landing before its writer
+    has ended, and no block of the pool is ever in its reach."""
+    hold = tmp_path / "hold"
+    hold.touch()
+    pair = Pair(way="chunk-push", source_faults=f"push.block=hold:{hold}")
+    pair.submit()
+    for _ in range(4000):
+        pair.turn()
+        if any(x.writer is not None for x in pair.decode.landings._landings.values()):
+            break
+        pair.decode.woken.wait(0.001)
+    before = pair.decode.segment.blocks.copy()
+    pair.decode.engine.abort("r")  # the source does not know yet
+    pair.decode.turn()
+    assert pair.decode.landings.num_quarantined == 19
+    assert pair.decode.landings.lend(30) is None
+    assert not pair.decode.engine.is_idle
+    hold.unlink()
+    pair.prefill.engine.abort("r")
+    pair.settle()
+    assert pair.decode.landings.num_quarantined == 0
+    lent = pair.decode.landings.lend(40)
+    assert lent is not None
+    pair.decode.landings.give_back(lent[0])
+    assert np.array_equal(pair.decode.segment.blocks, before)
+    pair.close()
+
+
+def test_a_writer_that_comes_too_late_is_refused(tmp_path: Path) -> None:
+    hold = tmp_path / "hold"
+    hold.touch()
+    pair = Pair(way="chunk-push", source_faults=f"push.begin=hold:{hold}")
+    pair.submit()
+    while not any(isinstance(x, wire.Landed) for x in pair.decode.notices):
+        pair.turn()
+    for _ in range(20):
+        pair.turn()
+    pair.decode.engine.abort("r")
+    assert pair.decode.landings.is_settled
+    pair.decode.zone_segment.blocks[:] = 7
+    hold.unlink()
+    for _ in range(200):
+        pair.turn()
+        pair.decode.woken.wait(0.001)
+    assert (pair.decode.zone_segment.blocks == 7).all()
+    pair.prefill.engine.abort("r")
+    pair.settle()
+    pair.close()
+
+
+@pytest.mark.parametrize("way", ["chunk-pull", "chunk-push", "layer-push"])
+@pytest.mark.parametrize("seed", range(12))
+def test_random_handoffs_with_aborts_on_both_sides(seed: int, way: str) -> None:
     """Requests of any length, aborted at any moment on either side, leave nothing behind."""
     rng = random.Random(seed)
-    pair = Pair(prefix_cache=rng.random() < 0.7, digests=rng.choice(["full", "lease"]))
+    digests = rng.choice(["full", "lease"]) if way == "chunk-pull" else "full"
+    pair = Pair(prefix_cache=rng.random() < 0.7, digests=digests, way=way)
     answers = {}
     alive: list[str] = []
     for number in range(30):

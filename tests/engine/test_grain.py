@@ -6,22 +6,27 @@ import pytest
 
 from splitserve.config import Handoff
 from splitserve.errors import ConfigError
-from splitserve.router.grain import GAIN_S, PART_OVERHEAD_S, decide_grain
+from splitserve.router.grain import GAIN_S, PART_OVERHEAD_S, KVShape, decide_grain
 from splitserve.wire import Grain
 
 BYTES_PER_TOKEN = 46_080.0  # 30 layers, 3 heads of 64, float32
+SHAPE = KVShape(BYTES_PER_TOKEN, num_layers=30, chunk_tokens=256)
 
 
 def decide(handoff: Handoff = Handoff.AUTO, tokens: int = 1024, bandwidth: float = 1e9) -> Grain:
-    return decide_grain(handoff, tokens, 256, BYTES_PER_TOKEN, bandwidth, 300.0).grain
+    return decide_grain(handoff, tokens, SHAPE, bandwidth, 300.0).grain
 
 
 def test_predictions_are_those_of_the_formula() -> None:
-    decision = decide_grain(Handoff.AUTO, 1024, 256, BYTES_PER_TOKEN, 10e6, 300.0)
+    decision = decide_grain(Handoff.AUTO, 1024, SHAPE, 10e6, 300.0)
     whole = 1024 * BYTES_PER_TOKEN / 10e6  # 4.7 s, of which 768 / 300 = 2.56 s can hide
     assert decision.exposed_s[Grain.REQUEST] == pytest.approx(whole + PART_OVERHEAD_S)
     assert decision.exposed_s[Grain.CHUNK] == pytest.approx(whole - 2.56 + 4 * PART_OVERHEAD_S)
-    fast = decide_grain(Handoff.AUTO, 1024, 256, BYTES_PER_TOKEN, 1e9, 300.0)
+    hidden = 1024 / 300  # layers move from the first one on
+    assert decision.exposed_s[Grain.LAYER] == pytest.approx(
+        whole / 30 + whole - hidden + 4 * PART_OVERHEAD_S
+    )
+    fast = decide_grain(Handoff.AUTO, 1024, SHAPE, 1e9, 300.0)
     last = 256 * BYTES_PER_TOKEN / 1e9
     assert fast.exposed_s[Grain.CHUNK] == pytest.approx(last + 4 * PART_OVERHEAD_S)
 
@@ -43,6 +48,9 @@ def test_auto_takes_what_exposes_less(tokens: int, bandwidth: float, grain: Grai
 def test_what_was_asked_for_is_done() -> None:
     assert decide(Handoff.CHUNK_PULL, 20) is Grain.CHUNK
     assert decide(Handoff.REQUEST_PULL, 4096) is Grain.REQUEST
+    assert decide(Handoff.LAYER_PUSH, 20) is Grain.LAYER
+    pushes = [decide_grain(handoff, 1024, SHAPE, 1e9, 300.0).push for handoff in list(Handoff)]
+    assert pushes == [False, False, False, True, True]
     assert GAIN_S > PART_OVERHEAD_S
 
 

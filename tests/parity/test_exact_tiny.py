@@ -14,6 +14,7 @@ from splitserve import wire
 from splitserve.model.loader import load
 from splitserve.model.tiny import make_tiny
 from splitserve.sampling import Sampling
+from splitserve.transport.registry import TRANSPORTS, is_installed
 from tests.support.engines import EngineHost
 from tests.support.parity import Answers, Bench, Case, notices
 
@@ -53,6 +54,9 @@ def make_cases() -> list[Case]:
 
 
 CASES = make_cases()
+
+
+INSTALLED = [name for name in TRANSPORTS if is_installed(name)]
 
 
 def shuffled(seed: int) -> list[Case]:
@@ -125,24 +129,33 @@ def test_split(bench: Bench, reference: Answers) -> None:
     assert sum(one.reused_tokens > 0 for one in fetched) > 30
 
 
+@pytest.mark.parametrize("transport", INSTALLED)
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_split_by_chunks(bench: Bench, reference: Answers, prefix_cache: bool) -> None:
-    """KV moves while prefill goes on: what steps of 48 tokens filled, then the rest."""
-    parts: list[wire.Notice] = []
+@pytest.mark.parametrize("way", ["request-pull", "chunk-pull", "chunk-push", "layer-push"])
+def test_split_by_each_connector(
+    bench: Bench, reference: Answers, way: str, prefix_cache: bool, transport: str
+) -> None:
+    """Transport x valid pair x cache. But for the first pair, KV moves while prefill goes on: what
+    steps of 48 tokens filled, or their layers, then the rest."""
+    grain, _, direction = way.partition("-")
+    parts: list[wire.PartReady] = []
 
     def observe(source: EngineHost, target: EngineHost) -> None:
-        parts.extend(notices(source, wire.PartReady))
+        parts.extend(notices(source, wire.PartReady))  # type: ignore[arg-type]
 
     got = bench.run_split(
         shuffled(8),
         NUM_BLOCKS,
         max_batched_tokens=48,
         prefix_cache=prefix_cache,
-        grain=wire.Grain.CHUNK,
+        grain=wire.Grain(grain),
+        push=direction == "push",
+        transport=transport,
         observe=observe,
     )
     reference.require_equal(got)
-    assert len(parts) > 100
+    assert (len(parts) > 100) == (grain != "request")
+    assert (sum(one.part.pushed for one in parts) > 100) == (direction == "push")
 
 
 def test_split_without_cache(bench: Bench, reference: Answers) -> None:

@@ -12,7 +12,10 @@ import numpy.typing as npt
 
 from splitserve import wire
 from splitserve.clock import Clock, MonotonicClock
-from splitserve.connector.p2p import P2PConfig, make_p2p
+from splitserve.connector.landing import LandingZone
+from splitserve.connector.offers import P2PConfig
+from splitserve.connector.p2p import make_p2p
+from splitserve.connector.push import Zone
 from splitserve.engine.engine import Engine
 from splitserve.engine.scheduler import Scheduler, SchedulerConfig
 from splitserve.engine.step import Draw, Runner
@@ -27,8 +30,8 @@ from splitserve.model.simulated import (
     simulated_format,
 )
 from splitserve.sampling import Sampling
+from splitserve.transport.registry import make_transport
 from splitserve.transport.segment import Segment
-from splitserve.transport.shm import ShmTransport
 
 Blocks = npt.NDArray[np.uint8]
 
@@ -66,6 +69,9 @@ class EngineHost:
         worker_id: str = "w",
         kv_format: KVFormat | None = None,
         make_runner: Callable[[Blocks], Runner] | None = None,
+        transport: str = "shm",
+        host: str = "",
+        zone_blocks: int = 0,
     ) -> None:
         clock = clock or MonotonicClock()
         kv_format = kv_format or simulated_format(block_size)
@@ -79,23 +85,29 @@ class EngineHost:
             runner = make_runner(blocks)
         self.leases = LeaseTable(epoch or secrets.token_hex(4), term_s)
         self.config = P2PConfig(
-            worker_id, epoch or secrets.token_hex(6), identity, kv_format, digests
+            worker_id, epoch or secrets.token_hex(6), identity, kv_format, digests, host, b"token"
         )
         self.connector = make_p2p(
             self.config,
-            ShmTransport(self.segment),
+            make_transport(transport, self.segment),
             self.segment,
             self.leases,
             clock,
             self.woken.set,
             Faults(faults),
             getattr(runner, "device_pool", None),
+            self._make_zone(transport, zone_blocks, kv_format) if zone_blocks else None,
         )
         self.pool = BlockPool(num_blocks, block_size)
         self.scheduler = Scheduler(config or SchedulerConfig(), self.pool, self.leases)
         self.engine = Engine(self.scheduler, runner, self.connector, clock, identity)
         self.tokens: dict[str, list[int]] = {}
         self.notices: list[wire.Notice] = []
+
+    def _make_zone(self, transport: str, num_blocks: int, kv_format: KVFormat) -> Zone:
+        self.zone_segment = Segment.create(num_blocks, kv_format.block_bytes)
+        self.landings = LandingZone(self.config.epoch, num_blocks)
+        return Zone(self.zone_segment, make_transport(transport, self.zone_segment), self.landings)
 
     def submit(
         self,
@@ -107,10 +119,21 @@ class EngineHost:
         offer: wire.Offer | None = None,
         salt: str = "",
         grain: wire.Grain = wire.Grain.REQUEST,
+        push: bool = False,
     ) -> None:
         output_ids = list(output_ids or [])
         self.engine.submit(
-            wire.Submit(request_id, leg, prompt_ids, output_ids, sampling, salt, offer, grain=grain)
+            wire.Submit(
+                request_id,
+                leg,
+                prompt_ids,
+                output_ids,
+                sampling,
+                salt,
+                offer,
+                grain=grain,
+                push=push,
+            )
         )
 
     def turn(self) -> bool:

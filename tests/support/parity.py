@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from splitserve import wire
 from splitserve.engine.scheduler import SchedulerConfig
-from splitserve.engine.step import Runner, StepPlan
+from splitserve.engine.step import OnLayer, Runner, StepPlan
 from splitserve.model.device_pool import DevicePool
 from splitserve.model.loader import LoadedModel
 from splitserve.model.runner import TorchRunner
@@ -56,8 +56,8 @@ class RecordingRunner:
         forward = runner._forward
         inner = forward.logits
 
-        def logits(plan: StepPlan) -> npt.NDArray[np.float32]:
-            rows = inner(plan)
+        def logits(plan: StepPlan, on_layer: OnLayer | None = None) -> npt.NDArray[np.float32]:
+            rows = inner(plan, on_layer)
             drawing = [item for item in plan.items if item.draw is not None]
             for item, row in zip(drawing, rows, strict=True):
                 key = item.request_id.partition(".")[0], len(item.draw.output_ids)
@@ -75,8 +75,8 @@ class RecordingRunner:
     def device_pool(self) -> DevicePool | None:
         return self._runner.device_pool
 
-    def execute(self, plan: StepPlan) -> object:
-        return self._runner.execute(plan)
+    def execute(self, plan: StepPlan, on_layer: OnLayer | None = None) -> object:
+        return self._runner.execute(plan, on_layer)
 
 
 class Bench:
@@ -86,7 +86,14 @@ class Bench:
         self._loaded = loaded
         self._exact = exact
 
-    def host(self, answers: Answers, num_blocks: int, **config: object) -> EngineHost:
+    def host(
+        self,
+        answers: Answers,
+        num_blocks: int,
+        transport: str = "shm",
+        zone_blocks: int = 0,
+        **config: object,
+    ) -> EngineHost:
         def make_runner(blocks: Blocks) -> Runner:
             runner = TorchRunner(self._loaded, blocks, BLOCK_SIZE, self._exact, 1)
             return RecordingRunner(runner, answers)  # type: ignore[return-value]
@@ -97,6 +104,8 @@ class Bench:
             SchedulerConfig(**settings),  # type: ignore[arg-type]
             kv_format=self._loaded.kv_format(BLOCK_SIZE),
             make_runner=make_runner,
+            transport=transport,
+            zone_blocks=zone_blocks,
         )
 
     def run(
@@ -143,13 +152,15 @@ class Bench:
         start: dict[str, int] | None = None,
         observe: Callable[[EngineHost, EngineHost], None] = lambda source, target: None,
         grain: wire.Grain = wire.Grain.REQUEST,
+        push: bool = False,
+        transport: str = "shm",
         **config: object,
     ) -> Answers:
-        """Prefill on one engine, decode on another, all at once, over p2p and shm."""
+        """Prefill on one engine, decode on another, all at once, over p2p."""
         answers = Answers()
         by_leg = {f"{case.name}.p": case for case in cases}
-        source = self.host(answers, num_blocks, **config)
-        target = self.host(answers, num_blocks, **config)
+        source = self.host(answers, num_blocks, transport, **config)
+        target = self.host(answers, num_blocks, transport, num_blocks if push else 0, **config)
         try:
             for leg, case in by_leg.items():
                 given = resumed.tokens[case.name][: start[case.name]] if start else []
@@ -160,12 +171,23 @@ class Bench:
                 if grain is not wire.Grain.REQUEST:
                     early = f"{case.name}.d"
                     target.submit(
-                        early, case.prompt_ids, case.sampling, wire.Leg.DECODE, given, grain=grain
+                        early,
+                        case.prompt_ids,
+                        case.sampling,
+                        wire.Leg.DECODE,
+                        given,
+                        grain=grain,
+                        push=push,
                     )
             open_legs = set(by_leg)
-            seen = 0
+            seen = seen_target = 0
             while open_legs:
                 progressed = source.turn() + target.turn()
+                for landed in target.notices[seen_target:]:
+                    if isinstance(landed, wire.Landed):
+                        leg = landed.request_id.replace(".d", ".p")
+                        source.engine.land(leg, landed.landing)
+                seen_target = len(target.notices)
                 for notice in source.notices[seen:]:
                     leg = notice.request_id.replace(".p", ".d")
                     if isinstance(notice, wire.PartReady):

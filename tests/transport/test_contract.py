@@ -6,7 +6,6 @@ The peer is a real process with a segment of its own: it can be killed and stopp
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import signal
 import socket
@@ -21,10 +20,9 @@ import pytest
 
 from splitserve.errors import ConfigError, TransferFailed
 from splitserve.transport.base import Link, Transport
-from splitserve.transport.registry import TRANSPORTS, make_transport
+from splitserve.transport.registry import TRANSPORTS, is_installed, make_transport
 from splitserve.transport.segment import Segment
 
-NEEDS = {"nixl": "nixl", "mooncake": "mooncake", "collective": "torch"}
 CROSS_HOST = [name for name in TRANSPORTS if name != "shm"]
 NUM_PIECES = 64
 SIZE = 24 << 10
@@ -115,9 +113,8 @@ class Side:
 
 @pytest.fixture(params=list(TRANSPORTS))
 def name(request: pytest.FixtureRequest) -> str:
-    needed = NEEDS.get(request.param)
-    if needed and importlib.util.find_spec(needed) is None:
-        pytest.skip(f"{needed} is not installed")
+    if not is_installed(request.param):
+        pytest.skip(f"what {request.param} needs is not installed")
     return str(request.param)
 
 
