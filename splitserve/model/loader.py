@@ -6,14 +6,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
+from transformers import __version__ as transformers_version
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.logging import disable_progress_bar
 
-from splitserve.errors import ConfigError, ModelUnavailable, UnsupportedModel
+from splitserve.errors import ConfigError, UnsupportedModel
 from splitserve.kv.format import KVFormat, ModelIdentity
-from splitserve.model import attention, fused, selfcheck
+from splitserve.model import attention, checkpoint, fused, selfcheck
 from splitserve.model.attention import Layer
 from splitserve.model.info import ModelInfo, describe
 from splitserve.model.linear import Packing, pack_linears
@@ -78,21 +80,24 @@ def load(path: Path, dtype: str = "float32", *, by_torch: bool = False) -> Loade
 
     Raises UnsupportedModel, naming why, for what the kernels can't carry and for a model whose
     logits are not its own here (`selfcheck`), and ModelUnavailable for a directory that can't be
-    read.
+    read or whose weights are not the model's (`checkpoint`).
     """
     info = describe(path)
+    _require_known(info)
     attention.register()
     disable_progress_bar()
-    try:
-        module = AutoModelForCausalLM.from_pretrained(
+    with checkpoint.told_here(path):
+        module, told = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=getattr(torch, dtype),
             attn_implementation="eager",  # the model's own, for the self-check
             local_files_only=True,
             trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
         )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
-        raise ModelUnavailable(f"{path} can't be loaded: {error}") from error
+    checkpoint.require_complete(path, told)
+    checkpoint.require_finite(path, module)
     module.eval()
     module.requires_grad_(False)
     _require_interface(module, info)
@@ -114,6 +119,17 @@ def _with_fused_layers(loaded: LoadedModel, expected: Floats) -> LoadedModel:
         except UnsupportedModel:
             fused.unfuse(loaded.module, loaded.packing)
     return loaded
+
+
+def _require_known(info: ModelInfo) -> None:
+    kind = info.model_type
+    if kind not in CONFIG_MAPPING_NAMES:
+        raise UnsupportedModel(
+            f"Models of type {kind!r} can't be served: transformers {transformers_version} does "
+            "not know them."
+        )
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UnsupportedModel(f"Models of type {kind} can't be served: they write no text.")
 
 
 def _require_interface(module: torch.nn.Module, info: ModelInfo) -> None:
