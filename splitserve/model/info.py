@@ -80,8 +80,18 @@ def describe(path: Path) -> ModelInfo:
     carry it.
     """
     config = _read_json(path / "config.json")
-    require_supported(config)
     generation = _read_json(path / "generation_config.json", optional=True)
+    try:
+        require_supported(config)
+        return _described(path, config, generation)
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise ModelUnavailable(
+            f"{path / 'config.json'} or generation_config.json holds a value of the wrong kind: "
+            f"{error}."
+        ) from error
+
+
+def _described(path: Path, config: dict[str, Any], generation: dict[str, Any]) -> ModelInfo:
     digest, weights_bytes = _weights(path)
     architectures = config.get("architectures") or [config.get("model_type", "")]
     return ModelInfo(

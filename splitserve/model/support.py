@@ -6,10 +6,11 @@ What a configuration can't tell is found out when the model is loaded (`selfchec
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from splitserve.errors import UnsupportedModel
+from splitserve.errors import ModelUnavailable, UnsupportedModel
 
 _SPELLINGS = {
     "hidden_size": ("n_embd", "n_embed", "d_model"),
@@ -26,6 +27,8 @@ _REQUIRED = (
     "max_position_embeddings",
 )
 
+_COUNTS = ("num_key_value_heads", "head_dim", "v_head_dim")
+
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope", "su")
 
 _RECURRENT_KEYS = (
@@ -36,7 +39,18 @@ _RECURRENT_KEYS = (
     "conv_L_cache",
     "lru_width",
 )
-_RECURRENT_TYPES = ("mamba", "mamba2", "recurrent_gemma", "rwkv", "xlstm")
+_RECURRENT_CLASSES = {
+    "mamba": "MambaMixer",
+    "mamba2": "Mamba2Mixer",
+    "falcon_mamba": "FalconMambaMixer",
+    "jamba": "JambaMambaMixer",
+    "bamba": "BambaMixer",
+    "nemotron_h": "NemotronHMamba2Mixer",
+    "recurrent_gemma": "RecurrentGemmaRecurrentBlock",
+    "rwkv": "RwkvSelfAttention",
+    "xlstm": "xLSTMLayer",
+}
+"""By model type: the class that has a state in place of KV."""
 
 _REASONS = {
     "cross_attention_layers": "cross-attention",
@@ -103,7 +117,15 @@ def num_kv_heads(config: Mapping[str, Any]) -> int:
 
 
 def require_supported(config: Mapping[str, Any]) -> None:
-    """Raise UnsupportedModel that names the model type and everything the engine can't carry."""
+    """Raise UnsupportedModel that names the model type and everything the engine can't carry, and
+    ModelUnavailable for sizes that are none."""
+    for name in (*_REQUIRED, *_COUNTS):
+        size = setting(config, name)
+        if size is not None and (type(size) is not int or size < 1):
+            raise ModelUnavailable(
+                f"config.json has {name} = {json.dumps(size)[:60]}; it must be an integer of at "
+                "least 1."
+            )
     reasons = list(dict.fromkeys(_reasons(config)))
     missing = [name for name in _REQUIRED if setting(config, name) is None]
     if not reasons and missing:
@@ -124,12 +146,35 @@ def _reasons(config: Mapping[str, Any]) -> Iterable[str]:
     if config.get("model_type") in _ALIBI_TYPES:
         yield _REASONS["alibi"]
     yield from (why for key, why in _REASONS.items() if config.get(key))
-    recurrent = config.get("model_type") in _RECURRENT_TYPES
-    if recurrent or any(config.get(key) for key in _RECURRENT_KEYS):
-        yield "recurrent layers"
+    yield from _recurrent(config)
     yield from _unlike_layers(config)
     for kind in sorted(_rope_types(config).intersection(_LENGTH_DEPENDENT_ROPE)):
         yield f"rotary type {kind}, which depends on the length of the sequence"
+
+
+def _recurrent(config: Mapping[str, Any]) -> Iterable[str]:
+    """Layers with a state in place of KV, and the class or the setting that tells so."""
+    told_by = _RECURRENT_CLASSES.get(str(config.get("model_type")))
+    told_by = told_by or next((key for key in _RECURRENT_KEYS if config.get(key)), None)
+    if told_by is None:
+        return
+    num_layers = int(setting(config, "num_hidden_layers") or 0)
+    layers = [i for i in range(num_layers) if not _attends(config, i)]
+    yield f"{layer_names(layers) if layers else 'its layers'} ({told_by}): recurrent"
+
+
+def _attends(config: Mapping[str, Any], layer: int) -> bool:
+    """Whether a layer of a model that has recurrent ones is attention and nothing else."""
+    if period := config.get("attn_layer_period"):  # Jamba
+        return layer % int(period) == int(config.get("attn_layer_offset") or 0)
+    if (indices := config.get("attn_layer_indices")) is not None:  # Bamba
+        return layer in indices
+    if pattern := config.get("hybrid_override_pattern"):  # Nemotron-H: M is Mamba, - an MLP
+        return bool(pattern[layer] != "M")
+    if kinds := config.get("block_types"):  # RecurrentGemma, repeated
+        return bool(kinds[layer % len(kinds)] == "attention")
+    kinds = config.get("layers_block_type") or config.get("layer_types") or ()
+    return layer < len(kinds) and kinds[layer] in _ATTENTION_KINDS
 
 
 def _unlike_layers(config: Mapping[str, Any]) -> Iterable[str]:

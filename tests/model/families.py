@@ -69,11 +69,18 @@ CARRIED: dict[str, tuple[str, dict[str, Any]]] = {
 MIXTURES = ("qwen3_moe", "gpt_oss")
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "mamba": ("mamba", {}, "recurrent layers"),
+    "mamba": ("mamba", {}, "layers 0-1 (MambaMixer): recurrent"),
     "jamba": (
         "jamba",
-        {**_MOE, "mamba_d_state": 8, "use_mamba_kernels": False},
-        "recurrent layers",
+        {
+            **_MOE,
+            "mamba_d_state": 8,
+            "use_mamba_kernels": False,
+            "num_hidden_layers": 4,
+            "attn_layer_period": 4,
+            "attn_layer_offset": 2,
+        },
+        "layers 0-1, 3 (JambaMambaMixer): recurrent",
     ),
     "t5": ("t5", {"d_model": 64, "d_ff": 128, "d_kv": 16, **_NO_GROUPS}, "encoder-decoder"),
     "gemma3n_text": (

@@ -155,6 +155,32 @@ def test_what_can_not_be_carried_is_refused(
             read(directory)
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads = 0; it must be an integer of at least"),
+        ({"num_hidden_layers": "two"}, 'num_hidden_layers = "two"'),
+        ({"num_hidden_layers": 2.5}, "num_hidden_layers = 2.5"),
+        ({"vocab_size": True}, "vocab_size = true"),
+        ({"num_key_value_heads": -1}, "num_key_value_heads = -1"),
+        ({"head_dim": [16]}, "head_dim = "),
+        ({"layer_types": 7}, "a value of the wrong kind"),
+        ({"rope_scaling": "long", "rope_parameters": None}, "a value of the wrong kind"),
+        ({"num_kv_shared_layers": "many"}, "a value of the wrong kind"),
+        ({"per_layer_config": [1]}, "a value of the wrong kind"),
+        ({"eos_token_id": ["end"]}, "a value of the wrong kind"),
+    ],
+)
+def test_values_of_the_wrong_kind_are_told_in_one_line(
+    directory: Path, changes: dict[str, Any], reason: str
+) -> None:
+    edit(directory / "config.json", **changes)
+    for read in (describe, load):
+        with pytest.raises(ModelUnavailable, match=reason) as error:
+            read(directory)
+        assert "\n" not in error.value.message
+
+
 def test_what_is_refused_is_refused_inside_a_text_config() -> None:
     config = {"model_type": "gemma3n", "text_config": {"num_kv_shared_layers": 4, "n_layer": 6}}
     with pytest.raises(UnsupportedModel, match="more than one modality; layers 2-5 share the KV"):

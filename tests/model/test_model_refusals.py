@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers.models.mistral import modeling_mistral
 from splitserve.errors import UnsupportedModel
 from splitserve.model import selfcheck
 from splitserve.model.loader import LoadedModel, load
+from splitserve.model.support import require_supported
 from tests.model.families import REFUSED, build
 
 
@@ -25,6 +27,34 @@ def test_refused_by_name(tmp_path: Path, tiny_path: Path, name: str) -> None:
         load(tmp_path)
     assert f"type {kind} can't be served" in refusal.value.message
     assert reason in refusal.value.message
+
+
+def test_recurrent_layers_are_named_before_weights_are_read(
+    tmp_path: Path, tiny_path: Path
+) -> None:
+    kind, changes, reason = REFUSED["jamba"]
+    build(tmp_path, tiny_path, kind, **changes)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(UnsupportedModel, match=re.escape(reason)):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"model_type": "bamba", "attn_layer_indices": [1]}, "layers 0, 2-3 (BambaMixer)"),
+        ({"model_type": "jamba", "num_hidden_layers": None}, "its layers (JambaMambaMixer)"),
+        ({"model_type": "nemotron_h", "hybrid_override_pattern": "M-*M"}, "layers 0, 3 (Nemo"),
+        (
+            {"model_type": "recurrent_gemma", "block_types": ["recurrent", "attention"]},
+            "layers 0, 2 (RecurrentGemmaRecurrentBlock)",
+        ),
+        ({"lru_width": 8, "layer_types": ["conv", *["attention"] * 3]}, "layer 0 (lru_width)"),
+    ],
+)
+def test_which_layers_are_recurrent(config: dict[str, Any], told: str) -> None:
+    with pytest.raises(UnsupportedModel, match=re.escape(told)):
+        require_supported({"num_hidden_layers": 4, **config})
 
 
 def test_kv_of_another_shape_than_the_configuration_tells(tmp_path: Path, tiny_path: Path) -> None:
