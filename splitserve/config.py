@@ -104,6 +104,17 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     deadlines: Deadlines = Deadlines()
 
 
+class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a worker's peers reach it, other than by this host's memory.
+
+    host: an address of its own to listen on. netns: path of a network namespace to live in.
+    """
+
+    worker_id: str
+    host: str
+    netns: str = ""
+
+
 class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything that `serve` was asked for."""
 
@@ -126,6 +137,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lease_term_s: float = 30.0
     digests: str = "full"
     transport: str = "shm"
+    networks: tuple[Network, ...] = ()  # of workers that have one
     faults: str = ""
     runner: str = "native"
     simulated_step_s: float = 0.0
@@ -177,6 +189,11 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError("layer-push is for the CPU: elsewhere KV leaves the device by parts.")
         if not 0 < self.zone_fraction <= 1:
             raise ConfigError("The landing zone is a share of the pool, above 0 and up to 1.")
+        unknown = {one.worker_id for one in self.networks} - {name for name, _ in self.roles}
+        if unknown:
+            raise ConfigError(f"No worker is called {', '.join(sorted(unknown))}.")
+        if self.networks and self.transport == "shm":
+            raise ConfigError("Workers with networks of their own need another transport than shm.")
         Faults(self.faults)  # an error now, rather than in each worker
         if self.block_size < 16 or self.block_size % 16:
             raise ConfigError("The block size is a multiple of 16 tokens, the granule.")

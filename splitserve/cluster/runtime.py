@@ -25,7 +25,7 @@ from splitserve.clock import MonotonicClock
 from splitserve.cluster.cores import divide_cores
 from splitserve.cluster.rundir import make_run_dir, remove_run_dir
 from splitserve.cluster.supervisor import Supervisor
-from splitserve.config import ServeConfig
+from splitserve.config import Network, ServeConfig
 from splitserve.errors import ConfigError
 from splitserve.gateway.hub import WorkerHub
 from splitserve.gateway.metrics import Metrics
@@ -214,6 +214,8 @@ class Runtime:
     def _worker_specs(self) -> list[WorkerSpec]:
         config = self.config
         shares = divide_cores(len(config.roles))
+        networks = {one.worker_id: one for one in config.networks}
+        nowhere = Network("", "")
         return [
             WorkerSpec(
                 worker_id=worker_id,
@@ -233,6 +235,8 @@ class Runtime:
                 digests=config.digests,
                 transport=config.transport,
                 token=self._token,
+                host=networks.get(worker_id, nowhere).host,
+                netns=networks.get(worker_id, nowhere).netns,
                 zone_blocks=0 if role is Role.PREFILL else self.zone_blocks,
                 faults=config.faults,
                 weights=_weights(config, role),

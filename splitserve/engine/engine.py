@@ -7,6 +7,7 @@ sockets and no tensors: the worker process hosts it, a test drives it by hand.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from splitserve import wire
@@ -59,6 +60,8 @@ class Engine:
         self.reader = Reader(scheduler, connector, clock, self._tell, self._sequences)
         self._leases_by_request: dict[str, str] = {}
         self._num_arrived = 0
+        self.flush: Callable[[], None] = lambda: None
+        """Sends the outbox now: the host's, called in the middle of a step."""
 
     # --- messages
 
@@ -155,7 +158,8 @@ class Engine:
         self._tell_preempted()
         if not plan.items:
             return False
-        self._tell_started(plan, now)
+        if self._tell_started(plan, now):
+            self.flush()  # a decode worker can get ready while this step is computed
         plan, result = self._execute(plan, self.source.layers_of(plan, self._sequences))
         after = self.clock.now()
         for drawn in self.scheduler.update(plan, result, after):
@@ -253,7 +257,9 @@ class Engine:
         for sequence in self.scheduler.take_preempted():
             self.outbox.notices.append(wire.Preempted(sequence.request_id))
 
-    def _tell_started(self, plan: StepPlan, now: float) -> None:
+    def _tell_started(self, plan: StepPlan, now: float) -> bool:
+        """Tell of legs that left the queue; whether one of them hands over while it computes."""
+        is_early = False
         for item in plan.items:
             sequence = self._sequences[item.request_id]
             if sequence.started_s == now and sequence.cached_tokens is not None:
@@ -261,6 +267,10 @@ class Engine:
                 self.outbox.notices.append(
                     wire.Started(item.request_id, queued, sequence.cached_tokens)
                 )
+                is_early = is_early or (
+                    sequence.leg is wire.Leg.PREFILL and sequence.grain is not wire.Grain.REQUEST
+                )
+        return is_early
 
     def _tell_drawn(self, drawn: Drawn, now: float) -> None:
         sequence = drawn.sequence

@@ -6,6 +6,7 @@ and, when idle, every 250 ms.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
@@ -24,6 +25,7 @@ from splitserve.connector.push import Zone
 from splitserve.engine.engine import Engine
 from splitserve.engine.scheduler import Scheduler, SchedulerConfig
 from splitserve.engine.step import Runner
+from splitserve.errors import ConfigError
 from splitserve.faults import Faults
 from splitserve.kv.format import KVFormat, ModelIdentity
 from splitserve.kv.lease import LeaseTable
@@ -36,6 +38,7 @@ from splitserve.worker.spec import WorkerSpec
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.25
+_CLONE_NEWNET = 0x40000000
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,7 @@ class Worker:
             leases,
         )
         self.engine = Engine(scheduler, made.runner, self._connector, clock, identity.digest())
+        self.engine.flush = lambda: self._tell(progressed=False)
         self._clock = clock
         self._no_cancel = threading.Event()
         self._stopping = False
@@ -205,10 +209,27 @@ def _make_zone(spec: WorkerSpec, kv_format: KVFormat) -> Zone:
     return Zone(segment, transport, LandingZone(spec.epoch, spec.zone_blocks))
 
 
+def _enter_network(path: str) -> None:
+    """Move this process into a network namespace; raise ConfigError without the right to."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(f"No network namespace {path}: {error.strerror}.") from error
+    try:
+        if libc.setns(fd, _CLONE_NEWNET):
+            reason = os.strerror(ctypes.get_errno())
+            raise ConfigError(f"A worker can't enter the network namespace {path}: {reason}.")
+    finally:
+        os.close(fd)
+
+
 def run_worker(spec: WorkerSpec, model: HostedModel) -> None:
     """The life of a forked worker process."""
     if spec.cores:
         os.sched_setaffinity(0, spec.cores)
+    if spec.netns:
+        _enter_network(spec.netns)
     worker = Worker(spec, model)
     try:
         worker.run()

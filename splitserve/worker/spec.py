@@ -29,6 +29,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digests: str = "full"
     transport: str = "shm"
     host: str = ""  # where peers reach its KV by the network; empty: they are on this host
+    netns: str = ""  # path of the network namespace it moves into, before it opens a socket
     token: str = ""  # the cluster's: peers prove to have it
     faults: str = ""
     weights: str = "float32"  # the model's dtype, or int8: of linear layers, in steps of few rows
