@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,101 +13,9 @@ import pytest
 from splitserve import wire
 from splitserve.engine.scheduler import SchedulerConfig
 from splitserve.kv.lease import LeaseEnd
-from splitserve.sampling import Sampling
 from splitserve.wire import Grain, Leg
 from tests.support.engines import EngineHost, expected_tokens
-
-GREEDY = Sampling(seed=0, max_tokens=12, temperature=0.0)
-PROMPT = list(range(300))
-CHUNK = 64
-
-
-class Pair:
-    """A prefill and a decode engine, and the gateway's part: it passes parts and offers on."""
-
-    def __init__(
-        self,
-        *,
-        prefix_cache: bool = True,
-        digests: str = "full",
-        faults: str = "",
-        way: str = "chunk-pull",
-        transport: str = "shm",
-        zone_blocks: int = 40,
-        source_faults: str = "",
-    ) -> None:
-        grain, _, direction = way.partition("-")
-        self.grain, self.push = Grain(grain), direction == "push"
-        config = SchedulerConfig(CHUNK, 16, prefix_cache=prefix_cache)
-        self.prefill = EngineHost(
-            worker_id="p", config=config, digests=digests, faults=source_faults, transport=transport
-        )
-        self.decode = EngineHost(
-            worker_id="d",
-            config=config,
-            digests=digests,
-            faults=faults,
-            transport=transport,
-            zone_blocks=zone_blocks if self.push else 0,
-        )
-        self.num_pushed = 0
-        self.num_parts = 0
-        self.offers: dict[str, wire.Offer] = {}
-
-    def submit(
-        self, prompt: list[int] = PROMPT, name: str = "r", sampling: Sampling = GREEDY
-    ) -> None:
-        for host, leg in ((self.prefill, Leg.PREFILL), (self.decode, Leg.DECODE)):
-            push = self.push and leg is Leg.DECODE
-            host.submit(name, prompt, sampling, leg, grain=self.grain, push=push)
-
-    def turn(self) -> None:
-        self.prefill.turn()
-        self.pass_on()
-        self.decode.turn()
-        self.tell_source()
-
-    def tell_source(self) -> None:
-        for notice in self.decode.notices:
-            if isinstance(notice, wire.Landed):
-                self.prefill.engine.land(notice.request_id, notice.landing)
-
-    def pass_on(self) -> None:
-        for notice in self.prefill.notices:
-            if isinstance(notice, wire.PartReady):
-                self.num_parts += 1
-                self.num_pushed += notice.part.pushed
-                self.decode.engine.deliver(notice.request_id, notice.part)
-            elif isinstance(notice, wire.Offered):
-                self.offers[notice.request_id] = notice.offer
-                self.decode.engine.complete(notice.request_id, notice.offer)
-        self.prefill.notices.clear()
-
-    def run(self, *kinds: type, num: int = 1) -> list[wire.Notice]:
-        """Turn both until the decode engine has told so many notices of the kinds."""
-        for _ in range(4000):
-            found = [x for x in self.decode.notices if isinstance(x, kinds)]
-            if len(found) >= num:
-                return found
-            self.turn()
-            self.decode.woken.wait(0.002)
-            self.decode.woken.clear()
-        raise AssertionError(f"no {kinds}: {self.decode.notices}")
-
-    def settle(self) -> None:
-        """Turn both until nothing is left to do, then check each."""
-        end = time.monotonic() + 20
-        while not (self.prefill.engine.is_idle and self.decode.engine.is_idle):
-            self.turn()
-            self.decode.woken.wait(0.001)
-            self.decode.woken.clear()
-            assert time.monotonic() < end, "not idle"
-        for host in (self.prefill, self.decode):
-            host.settle()
-
-    def close(self) -> None:
-        self.prefill.close()
-        self.decode.close()
+from tests.support.pairs import CHUNK, GREEDY, PROMPT, Pair, random_handoffs
 
 
 @pytest.fixture
@@ -348,26 +255,5 @@ def test_random_handoffs_with_aborts_on_both_sides(seed: int, way: str) -> None:
     rng = random.Random(seed)
     digests = rng.choice(["full", "lease"]) if way == "chunk-pull" else "full"
     pair = Pair(prefix_cache=rng.random() < 0.7, digests=digests, way=way)
-    answers = {}
-    alive: list[str] = []
-    for number in range(30):
-        prompt = [rng.randrange(3) for _ in range(rng.randrange(1, 250))]
-        name = f"r{number}"
-        pair.submit(prompt, name)
-        answers[name] = (prompt, expected_tokens(prompt, GREEDY, 12))
-        alive.append(name)
-        for _ in range(rng.randrange(6)):
-            pair.turn()
-        if rng.random() < 0.4:
-            victim = rng.choice(alive)
-            sides = [pair.prefill, pair.decode]
-            rng.shuffle(sides)
-            for side in sides:
-                side.engine.abort(victim)
-                for _ in range(rng.randrange(3)):
-                    pair.turn()
-            alive.remove(victim)
-    pair.settle()
-    for name in alive:
-        assert [pair.offers[name].output_ids[0], *pair.decode.tokens[name]] == answers[name][1]
+    random_handoffs(pair, rng, 30)
     pair.close()
