@@ -123,6 +123,40 @@ def test_split_and_cached(bench: Bench, cases: list[Case], reference: Answers) -
     assert sum(one.cached_tokens > 0 for one in cached) >= 4
 
 
+@pytest.mark.parametrize(
+    ("way", "transport"), [("chunk-pull", "shm"), ("chunk-push", "tcp"), ("layer-push", "tcp")]
+)
+def test_split_while_prefill_goes_on(
+    bench: Bench, cases: list[Case], reference: Answers, way: str, transport: str
+) -> None:
+    """The other valid pairs, each by one transport (all by all: the tiny model)."""
+    grain, _, direction = way.partition("-")
+    long = [case for case in cases if 150 < len(case.prompt_ids) < 600]
+    parts: list[wire.PartReady] = []
+
+    def observe(source: EngineHost, target: EngineHost) -> None:
+        parts.extend(notices(source, wire.PartReady))  # type: ignore[arg-type]
+
+    got = bench.run_split(
+        long,
+        NUM_BLOCKS,
+        max_batched_tokens=128,
+        grain=wire.Grain(grain),
+        push=direction == "push",
+        transport=transport,
+        observe=observe,
+    )
+    names = {case.name for case in long}
+    assert len(names) == 2
+    expected = Answers(
+        {name: tokens for name, tokens in reference.tokens.items() if name in names},
+        reference.logits,
+    )
+    expected.require_equal(got)
+    assert len(parts) >= 2
+    assert any(one.part.pushed for one in parts) == (direction == "push")
+
+
 def test_resumed(bench: Bench, cases: list[Case], reference: Answers) -> None:
     """From a random token on, computed again in another pool; then once more from the cache."""
     rng = np.random.default_rng(24)
