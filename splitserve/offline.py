@@ -15,16 +15,21 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from splitserve import wire
+from splitserve.api.messages import read_messages
+from splitserve.api.resolve import check_token_ids, resolve
+from splitserve.api.schemas import parse_settings
+from splitserve.api.values import wrong
 from splitserve.clock import MonotonicClock
 from splitserve.config import require_computable
 from splitserve.connector.local import make_local
 from splitserve.engine.engine import Engine
 from splitserve.engine.scheduler import Scheduler, SchedulerConfig
-from splitserve.errors import ContextLengthExceeded, InvalidValue, WorkerFault
+from splitserve.errors import ConfigError, InvalidValue, WorkerFault
 from splitserve.kv.lease import LeaseTable
 from splitserve.kv.pool import BlockPool
 from splitserve.model.device import require_device
@@ -40,7 +45,7 @@ BLOCK_SIZE = 16
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How to answer; meanings and ranges as in `splitserve.sampling.Sampling`.
+    """How to answer; meanings as in `splitserve.sampling.Sampling`, ranges as over HTTP.
 
     What is None is the model's own default. stop: strings that end an answer and are not part of
     it. seed: the same seed, the same answer.
@@ -95,6 +100,12 @@ class LLM:
         from splitserve.model.runner import TorchRunner
 
         require_computable(device, dtype, exact)
+        for name, number in (("kv_memory_bytes", kv_memory_bytes), ("num_threads", num_threads)):
+            if number is not None and (not isinstance(number, int) or number < 1):
+                raise ConfigError(f"{name} must be a positive number, not {number!r}.")
+        if not 1 <= max_sequences <= max_batched_tokens:
+            raise ConfigError("1 <= max_sequences <= max_batched_tokens must hold.")
+        self._is_closed = False
         require_device(device)
         path = resolve_model(model, lambda line: None).path
         loaded = loader.load(path, dtype, by_torch=device != "cpu").on(device)
@@ -123,12 +134,11 @@ class LLM:
         Raises InvalidValue and ContextLengthExceeded before anything is computed, WorkerFault if
         the model fails on one of them.
         """
-        settings = settings or Settings()
-        encoded = [
-            self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-            for prompt in prompts
-        ]
-        return self._run(encoded, settings)
+        self._require_open()
+        if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence):
+            raise InvalidValue("prompts must be a list, of one prompt too.", param="prompts")
+        encoded = [self._encode(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
+        return self._run(encoded, settings or Settings())
 
     def chat(
         self,
@@ -136,18 +146,43 @@ class LLM:
         settings: Settings | None = None,
     ) -> list[Completion]:
         """Answer each conversation: a list of {"role", "content"}, or one user's question."""
+        self._require_open()
+        if isinstance(conversations, str | bytes) or not isinstance(conversations, Sequence):
+            raise InvalidValue("conversations must be a list.", param="conversations")
         encoded = []
         for one in conversations:
-            messages = [{"role": "user", "content": one}] if isinstance(one, str) else list(one)
+            asked = [{"role": "user", "content": one}] if isinstance(one, str) else one
+            messages = read_messages(list(asked) if isinstance(asked, list | tuple) else asked)
             text = self._template.render(messages)
-            encoded.append(self._tokenizer.encode(text, add_special_tokens=False))
+            encoded.append(self._tokens(text, "conversations", add_special_tokens=False))
         return self._run(encoded, settings or Settings())
 
     def close(self) -> None:
-        """Give the pool's memory back."""
+        """Give the pool's memory back. The LLM can't be used any more."""
+        self._is_closed = True
         self._segment.close()
 
     # --- inside
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise ConfigError("This LLM was closed.")
+
+    def _encode(self, prompt: object, param: str) -> list[int]:
+        if isinstance(prompt, str):
+            return self._tokens(prompt, param)
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+            raise wrong(param, "a string or a list of token ids", prompt)
+        if not all(isinstance(one, int) and not isinstance(one, bool) for one in prompt):
+            raise wrong(param, "a string or a list of token ids", prompt)
+        return list(prompt)
+
+    def _tokens(self, text: str, param: str, *, add_special_tokens: bool = True) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidValue(f"{param} is not Unicode: {error.reason}.", param=param) from None
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _run(self, prompts: list[list[int]], settings: Settings) -> list[Completion]:
         samplings = [self._sampling(prompt, settings, i) for i, prompt in enumerate(prompts)]
@@ -184,35 +219,31 @@ class LLM:
 
     def _sampling(self, prompt: list[int], settings: Settings, choice: int) -> Sampling:
         vocab_size = self._info.vocab_size
-        if not prompt or not all(0 <= one < vocab_size for one in prompt):
-            raise InvalidValue(f"A prompt needs token ids in [0, {vocab_size}).", param="prompts")
-        if settings.max_tokens < 1:
-            raise InvalidValue("max_tokens must be at least 1.", param="max_tokens")
-        if len(prompt) + settings.max_tokens > self.max_model_len:
-            raise ContextLengthExceeded(
-                f"{len(prompt)} prompt tokens and max_tokens = {settings.max_tokens} are more "
-                f"than the {self.max_model_len} that fit."
-            )
-        defaults = self._info.defaults
-        eos_ids = () if settings.ignore_eos else self._info.eos_ids
-        return Sampling(
-            seed=secrets.randbits(64) if settings.seed is None else settings.seed % 2**64,
-            max_tokens=settings.max_tokens,
-            choice=choice if settings.seed is None else 0,
-            stop_ids=tuple(sorted({*settings.stop_token_ids, *eos_ids})),
-            min_tokens=settings.min_tokens,
-            logit_bias=tuple(sorted(settings.logit_bias.items())),
-            frequency_penalty=settings.frequency_penalty,
-            presence_penalty=settings.presence_penalty,
-            logprobs=settings.logprobs,
-            temperature=_first(settings.temperature, defaults.temperature, 1.0),
-            top_k=max(0, int(_first(settings.top_k, defaults.top_k, 0))),
-            top_p=_first(settings.top_p, defaults.top_p, 1.0),
-            min_p=_first(settings.min_p, defaults.min_p, 0.0),
-            repetition_penalty=_first(
-                settings.repetition_penalty, defaults.repetition_penalty, 1.0
-            ),
+        check_token_ids(prompt, vocab_size, "prompts")
+        parsed = parse_settings(_as_body(settings))
+        check_token_ids(parsed.stop_token_ids, vocab_size, "stop_token_ids")
+        check_token_ids([token_id for token_id, _ in parsed.logit_bias], vocab_size, "logit_bias")
+        defaults = msgspec.structs.asdict(self._info.defaults)
+        return resolve(
+            parsed,
+            {name: value for name, value in defaults.items() if value is not None},
+            self._info.eos_ids,
+            lambda: secrets.randbits(64),
+            len(prompt),
+            self.max_model_len,
+            choice if settings.seed is None else 0,
         )
+
+
+def _as_body(settings: Settings) -> dict[str, Any]:
+    """As a client's JSON would say it."""
+    body = {name: x for name, x in msgspec.structs.asdict(settings).items() if x is not None}
+    if isinstance(settings.logit_bias, dict):
+        body["logit_bias"] = {str(name): bias for name, bias in settings.logit_bias.items()}
+    for name in ("stop", "stop_token_ids"):
+        if isinstance(body[name], tuple):
+            body[name] = list(body[name])
+    return body
 
 
 class _Track:
@@ -265,7 +296,3 @@ class _Track:
             self.cached_tokens,
             self._logprobs,
         )
-
-
-def _first(*values: float | None) -> float:
-    return next(value for value in values if value is not None)

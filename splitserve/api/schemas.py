@@ -86,6 +86,14 @@ def parse_completion(raw: bytes) -> ParsedRequest:
     return _parsed("completion", body, max_tokens, logprobs, prompts=prompts)
 
 
+def parse_settings(body: dict[str, Any]) -> ParsedRequest:
+    """The sampling fields of a completion, checked as those of a body are, for callers in this
+    process. Raises InvalidRequest's kinds."""
+    logprobs = values.integer(body, "logprobs", 0, MAX_LOGPROBS)
+    max_tokens = values.integer(body, "max_tokens", 1)
+    return _parsed("completion", {"model": "-", **body}, max_tokens, logprobs)
+
+
 def decode_object(raw: bytes) -> dict[str, Any]:
     """The JSON object in `raw`. Raises MalformedJSON."""
     try:

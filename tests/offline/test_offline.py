@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from splitserve.errors import ContextLengthExceeded, InvalidValue
+from splitserve.errors import ConfigError, ContextLengthExceeded, InvalidValue
 from splitserve.model.tiny import make_tiny
 from splitserve.offline import LLM, Settings
 from splitserve.text.tokenizer import Tokenizer
@@ -83,6 +83,77 @@ def test_bad_prompts_are_told_before_anything_is_computed(llm: LLM) -> None:
         llm.generate([[5] * llm.max_model_len], GREEDY)
     with pytest.raises(InvalidValue):
         llm.generate(["x"], Settings(max_tokens=0))
+
+
+NAN, INF = float("nan"), float("inf")
+BAD: list[dict[str, object]] = [
+    *({"temperature": x} for x in (NAN, -1, INF, "hot", 2.1)),
+    *({"top_p": x} for x in (0, NAN, -3, 2)),
+    *({"top_k": x} for x in (2.7, -5)),
+    *({"min_p": x} for x in (2, NAN, -0.1)),
+    *({"repetition_penalty": x} for x in (-1, 0, NAN)),
+    *({"frequency_penalty": x} for x in (50, NAN)),
+    *({"presence_penalty": x} for x in (-3, INF)),
+    *({"logit_bias": x} for x in ({99999: 1}, {-1: 1}, {70: INF}, {70: NAN}, {"a": 1}, [1])),
+    *({"min_tokens": x} for x in (100, -1, 1.5)),
+    *({"max_tokens": x} for x in (0, 1.5, "5", True)),
+    *({"logprobs": x} for x in (-1, 10**6)),
+    *({"stop_token_ids": x} for x in ((99999,), (-1,), (1.5,), 3)),
+    *({"seed": x} for x in ("x", 1.5)),
+    *({"stop": x} for x in (("",), (3,), 7)),
+    {"ignore_eos": 1},
+]
+
+
+@pytest.mark.parametrize("settings", BAD, ids=str)
+def test_settings_are_checked_as_those_of_a_request(llm: LLM, settings: dict[str, object]) -> None:
+    (name,) = settings
+    with pytest.raises(InvalidValue) as caught:
+        llm.generate(["hello"], Settings(**({"max_tokens": 8} | settings)))  # type: ignore[arg-type]
+    assert str(caught.value.param).startswith(name)
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        "hello",
+        b"hello",
+        None,
+        7,
+        [[1.5, 2.0]],
+        [b"abc"],
+        [None],
+        [1, 2, 3],
+        ["\ud83d"],
+        [[True]],
+        [[]],
+    ],
+    ids=repr,
+)
+def test_prompts_of_another_kind_are_refused(llm: LLM, prompts: object) -> None:
+    with pytest.raises(InvalidValue):
+        llm.generate(prompts, GREEDY)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("messages", [[{"role": "x"}], [{"role": "user"}], [], None, [3]], ids=repr)
+def test_conversations_of_another_kind_are_refused(llm: LLM, messages: object) -> None:
+    with pytest.raises(InvalidValue):
+        llm.chat([messages], GREEDY)  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    "bad", [{"kv_memory_bytes": -5}, {"num_threads": -3}, {"max_sequences": 0}]
+)
+def test_sizes_that_are_none_are_refused(tiny: Path, bad: dict[str, int]) -> None:
+    with pytest.raises(ConfigError):
+        LLM(str(tiny), **bad)  # type: ignore[arg-type]
+
+
+def test_a_closed_one_says_so(tiny: Path) -> None:
+    llm = LLM(str(tiny), kv_memory_bytes=1 << 20, num_threads=1)
+    llm.close()
+    with pytest.raises(ConfigError, match="closed"):
+        llm.generate(["hello"], GREEDY)
 
 
 def test_a_gguf_file_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
