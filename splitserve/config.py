@@ -13,6 +13,7 @@ from splitserve.transport.registry import TRANSPORTS
 from splitserve.wire import Role
 
 DEVICES = ("cpu", "cuda", "mps")
+MAX_WORKERS = 64  # of one supervisor, on one host
 
 
 class SplitMode(enum.StrEnum):
@@ -146,8 +147,11 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gateway: GatewayConfig = GatewayConfig()
 
     def __post_init__(self) -> None:
-        if min(self.num_prefill, self.num_decode, self.num_mixed) < 0:
+        numbers = self.num_prefill, self.num_decode, self.num_mixed
+        if min(numbers) < 0:
             raise ConfigError("Numbers of workers can't be negative.")
+        if sum(numbers) > MAX_WORKERS:
+            raise ConfigError(f"{sum(numbers)} workers are more than {MAX_WORKERS}, the limit.")
         if not self.roles:
             raise ConfigError("No workers: give --prefill and --decode, or --mixed.")
         if bool(self.num_prefill) != bool(self.num_decode) and not self.num_mixed:
@@ -193,7 +197,9 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if unknown:
             raise ConfigError(f"No worker is called {', '.join(sorted(unknown))}.")
         if self.networks and self.transport == "shm":
-            raise ConfigError("Workers with networks of their own need another transport than shm.")
+            raise ConfigError(
+                "Workers with networks of their own need another transport than shm."
+            )
         Faults(self.faults)  # an error now, rather than in each worker
         if self.block_size < 16 or self.block_size % 16:
             raise ConfigError("The block size is a multiple of 16 tokens, the granule.")

@@ -160,12 +160,14 @@ class Runtime:
         for spec in self._worker_specs():
             cores = ",".join(map(str, spec.cores))
             num_tokens = self.num_blocks * self.config.block_size
+            typical = min(1024, self.info.max_model_len)
             on = "" if self.config.device == "cpu" else f" on {self.config.device}"
             lines.append(
                 f"{spec.worker_id}: cores {cores}, {spec.num_threads} thread(s), "
                 f"{spec.weights}{on}, KV pool {num_tokens} tokens "
                 f"({self.num_blocks * self.kv_format.block_bytes / 2**20:.0f} MiB): "
-                f"{min(self.config.max_sequences, num_tokens // 1024)} sequences of 1,024 tokens"
+                f"{min(self.config.max_sequences, num_tokens // typical)} sequences of "
+                f"{typical:,} tokens"
             )
         pool_tokens = self.num_blocks * self.config.block_size
         if pool_tokens < self.info.max_model_len:
