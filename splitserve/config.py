@@ -197,9 +197,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if unknown:
             raise ConfigError(f"No worker is called {', '.join(sorted(unknown))}.")
         if self.networks and self.transport == "shm":
-            raise ConfigError(
-                "Workers with networks of their own need another transport than shm."
-            )
+            raise ConfigError("Workers with networks of their own need another transport than shm.")
         Faults(self.faults)  # an error now, rather than in each worker
         if self.block_size < 16 or self.block_size % 16:
             raise ConfigError("The block size is a multiple of 16 tokens, the granule.")

@@ -72,6 +72,11 @@ class Answer:
         journey = self.journey
         return self._logprobs.take(journey.output_ids[told], journey.logprobs[told])
 
+    def give_up(self, error: SplitserveError) -> None:
+        """Nobody will read the rest, for this reason: it is counted so."""
+        if not self.journey.is_over:
+            self.journey.error = error
+
     def cancel(self) -> None:
         """The client wants no more of it."""
         self._task.cancel()

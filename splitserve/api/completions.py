@@ -197,7 +197,9 @@ class _Call:
         """Events as they come. An error after the first byte becomes an event."""
         try:
             await self._stream(answers, writer)
-        except SlowClient:
+        except SlowClient as error:
+            for answer in answers:
+                answer.give_up(error)
             raise ClientGone from None
         except SplitserveError as error:
             if not writer.is_started:

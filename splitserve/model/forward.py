@@ -58,9 +58,7 @@ class Forward:
         self._num_threads = num_threads
         self._threads = ThreadPoolExecutor(num_threads) if num_threads > 1 else None
 
-    def logits(
-        self, plan: StepPlan, on_layer: OnLayer | None = None
-    ) -> npt.NDArray[np.float32]:
+    def logits(self, plan: StepPlan, on_layer: OnLayer | None = None) -> npt.NDArray[np.float32]:
         """Compute the plan, its KV into the pool; logits [number of draws, vocab] in plan order."""
         items = plan.items
         step, tokens, positions = self._pack(items)
