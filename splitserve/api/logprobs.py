@@ -31,7 +31,7 @@ class LogprobWriter:
             offsets.append(self._offset)
             self._offset += len(self._text(token_id))
         return {
-            "tokens": [self._text(token_id) for token_id in token_ids],
+            "tokens": [self._name(token_id) for token_id in token_ids],
             "token_logprobs": [_number(one.drawn) for one in told],
             "top_logprobs": [self._top(*pair) for pair in pairs],
             "text_offset": offsets,
@@ -55,8 +55,23 @@ class LogprobWriter:
         if not told.top_ids:
             return None
         top = zip(told.top_ids, told.top, strict=True)
-        found = {self._text(one): _number(value) for one, value in top}
-        return found | {self._text(token_id): _number(told.drawn)}
+        found: dict[str, float] = {}
+        for one, value in top:
+            found.setdefault(self._name(one), _number(value))  # of equal names the likeliest
+        return found | {self._name(token_id): _number(told.drawn)}
+
+    def _name(self, token_id: int) -> str:
+        """The token's text or, if it is part of a character, OpenAI's notation for its bytes: all
+        of those would read U+FFFD, and be one key."""
+        text = self._text(token_id)
+        if "\ufffd" not in text:
+            return text
+        data = self._bytes_of(token_id)
+        try:
+            data.decode()
+            return text
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def _text(self, token_id: int) -> str:
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
