@@ -243,10 +243,11 @@ def _make_once(target: Path, build: Callable[[Path, Path], object], progress: Pr
     """
     partial = target.parent / ".partial" / target.name
     try:
-        partial.mkdir(parents=True, exist_ok=True)
+        partial.parent.mkdir(parents=True, exist_ok=True)
         with _locked(partial.with_name(target.name + ".lock"), target.name, progress):
             if _is_whole(target):
                 return
+            partial.mkdir(exist_ok=True)
             for stale in partial.iterdir():
                 shutil.rmtree(stale, ignore_errors=True)
             work = Path(tempfile.mkdtemp(dir=partial))
@@ -260,6 +261,8 @@ def _make_once(target: Path, build: Callable[[Path, Path], object], progress: Pr
                 out.rename(target)
             finally:
                 shutil.rmtree(work, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    partial.rmdir()
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise ModelUnavailable(
