@@ -33,6 +33,11 @@ class Handoff(enum.StrEnum):
     CHUNK_PUSH = "chunk-push"
     LAYER_PUSH = "layer-push"
 
+    @property
+    def is_push(self) -> bool:
+        """Whether decode workers lend landing zones, and prefill workers write."""
+        return self in (Handoff.CHUNK_PUSH, Handoff.LAYER_PUSH)
+
     @classmethod
     def parse(cls, text: str) -> Handoff:
         """By its name; raise ConfigError that says why a pair is none, or what is known."""
@@ -184,7 +189,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(
                 f"Unknown transport {self.transport!r}; known: {', '.join(TRANSPORTS)}."
             )
-        if self.pushes and self.digests != "full":
+        if self.gateway.handoff.is_push and self.digests != "full":
             raise ConfigError(
                 f"A handoff by {self.gateway.handoff.value} needs digests=full.",
                 advice="Bytes of a writer that died may arrive late: only digests show that.",
@@ -203,11 +208,6 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError("The block size is a multiple of 16 tokens, the granule.")
         if not 1 <= self.max_sequences <= self.max_batched_tokens:
             raise ConfigError("1 <= max sequences <= max batched tokens must hold.")
-
-    @property
-    def pushes(self) -> bool:
-        """Whether decode workers lend landing zones."""
-        return self.gateway.handoff in (Handoff.CHUNK_PUSH, Handoff.LAYER_PUSH)
 
     @property
     def roles(self) -> list[tuple[str, Role]]:

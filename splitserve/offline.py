@@ -22,7 +22,7 @@ import msgspec
 from splitserve import wire
 from splitserve.api.messages import read_messages
 from splitserve.api.resolve import check_token_ids, resolve
-from splitserve.api.schemas import parse_settings
+from splitserve.api.schemas import ParsedRequest, parse_settings
 from splitserve.api.values import wrong
 from splitserve.clock import MonotonicClock
 from splitserve.config import require_computable
@@ -185,7 +185,11 @@ class LLM:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _run(self, prompts: list[list[int]], settings: Settings) -> list[Completion]:
-        samplings = [self._sampling(prompt, settings, i) for i, prompt in enumerate(prompts)]
+        parsed = parse_settings(_as_body(settings))
+        vocab_size = self._info.vocab_size
+        check_token_ids(parsed.stop_token_ids, vocab_size, "stop_token_ids")
+        check_token_ids([token_id for token_id, _ in parsed.logit_bias], vocab_size, "logit_bias")
+        samplings = [self._sampling(prompt, parsed, i) for i, prompt in enumerate(prompts)]
         tracks: dict[str, _Track] = {}
         for prompt, sampling in zip(prompts, samplings, strict=True):
             request_id = f"offline-{self._num_requests}"
@@ -217,12 +221,8 @@ class LLM:
                     raise WorkerFault(notice.message)
                 tracks[notice.request_id].end(notice.reason)
 
-    def _sampling(self, prompt: list[int], settings: Settings, choice: int) -> Sampling:
-        vocab_size = self._info.vocab_size
-        check_token_ids(prompt, vocab_size, "prompts")
-        parsed = parse_settings(_as_body(settings))
-        check_token_ids(parsed.stop_token_ids, vocab_size, "stop_token_ids")
-        check_token_ids([token_id for token_id, _ in parsed.logit_bias], vocab_size, "logit_bias")
+    def _sampling(self, prompt: list[int], parsed: ParsedRequest, choice: int) -> Sampling:
+        check_token_ids(prompt, self._info.vocab_size, "prompts")
         defaults = msgspec.structs.asdict(self._info.defaults)
         return resolve(
             parsed,
@@ -231,7 +231,7 @@ class LLM:
             lambda: secrets.randbits(64),
             len(prompt),
             self.max_model_len,
-            choice if settings.seed is None else 0,
+            choice if parsed.seed is None else 0,
         )
 
 
@@ -239,6 +239,9 @@ def _as_body(settings: Settings) -> dict[str, Any]:
     """As a client's JSON would say it."""
     body = {name: x for name, x in msgspec.structs.asdict(settings).items() if x is not None}
     if isinstance(settings.logit_bias, dict):
+        for token_id in settings.logit_bias:
+            if type(token_id) is not int:
+                raise wrong("logit_bias", "token ids as its keys", token_id)
         body["logit_bias"] = {str(name): bias for name, bias in settings.logit_bias.items()}
     for name in ("stop", "stop_token_ids"):
         if isinstance(body[name], tuple):

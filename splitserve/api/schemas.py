@@ -80,18 +80,19 @@ def parse_completion(raw: bytes) -> ParsedRequest:
     """The body of a POST to /v1/completions. Raises InvalidRequest's kinds."""
     body = decode_object(raw)
     check_fields(body, "completion")
-    prompts = read_prompts(body.get("prompt"))
-    logprobs = values.integer(body, "logprobs", 0, MAX_LOGPROBS)
-    max_tokens = values.integer(body, "max_tokens", 1)
-    return _parsed("completion", body, max_tokens, logprobs, prompts=prompts)
+    return _completion(body, read_prompts(body.get("prompt")))
 
 
 def parse_settings(body: dict[str, Any]) -> ParsedRequest:
     """The sampling fields of a completion, checked as those of a body are, for callers in this
     process. Raises InvalidRequest's kinds."""
+    return _completion({"model": "-", **body}, ())
+
+
+def _completion(body: dict[str, Any], prompts: tuple[Prompt, ...]) -> ParsedRequest:
     logprobs = values.integer(body, "logprobs", 0, MAX_LOGPROBS)
     max_tokens = values.integer(body, "max_tokens", 1)
-    return _parsed("completion", {"model": "-", **body}, max_tokens, logprobs)
+    return _parsed("completion", body, max_tokens, logprobs, prompts=prompts)
 
 
 def decode_object(raw: bytes) -> dict[str, Any]:

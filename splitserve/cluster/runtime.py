@@ -150,7 +150,7 @@ class Runtime:
     @property
     def zone_blocks(self) -> int:
         """Staging blocks of a worker that decodes; at least one, if KV is pushed at all."""
-        if not self.config.pushes:
+        if not self.config.gateway.handoff.is_push:
             return 0
         return max(1, int(self.num_blocks * self.config.zone_fraction))
 

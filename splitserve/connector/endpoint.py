@@ -17,7 +17,7 @@ import socket
 import struct
 import time
 
-from splitserve.errors import ConfigError
+from splitserve.transport import tcp_server
 
 _NONCE_BYTES = 16
 _PROOF_BYTES = 32
@@ -34,14 +34,7 @@ def listen(host: str, name: str) -> tuple[socket.socket, str]:
         listener.bind("\0" + name)
         listener.listen(64)
         return listener, f"unix:{name}"
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    try:
-        listener.bind((host, 0))
-        listener.listen(64)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"Workers can't listen on {host}: {error.strerror}.") from error
+    listener = tcp_server.listen(host)
     return listener, f"tcp:{host}:{listener.getsockname()[1]}"
 
 

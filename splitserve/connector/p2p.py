@@ -33,6 +33,7 @@ from splitserve.connector.base import (
     WorkerSide,
 )
 from splitserve.connector.offers import P2PConfig, P2PScheduler, short_digest
+from splitserve.connector.peers import Peer, Peers
 from splitserve.connector.push import Pusher, Zone
 from splitserve.connector.sidechannel import (
     SIDE_CHANNEL_VERSION,
@@ -59,16 +60,6 @@ from splitserve.wire import Landing, Offer, Part
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 2.0
-
-
-@dataclass(slots=True)
-class _Peer:
-    channel: SideChannel
-    link: Link
-
-    def close(self) -> None:
-        self.channel.close()
-        self.link.close()
 
 
 @dataclass(slots=True)
@@ -106,7 +97,7 @@ class P2PWorker(WorkerSide):
         self._staging = staging
         self._done: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._requests: dict[str, _Request] = {}  # those with jobs
-        self._peers: dict[tuple[str, str], _Peer] = {}  # only the copying thread's
+        self._peers = Peers(functools.partial(self._open, to_zone=False))  # the copying thread's
         self._export = transport.export()
         self._sealer = ThreadPoolExecutor(1, thread_name_prefix="kv-seal")
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="kv-fetch")
@@ -115,8 +106,9 @@ class P2PWorker(WorkerSide):
         self._zone_export = zone.transport.export(writable=True) if zone else None
         self._zone_link = zone.link_to(segment) if zone else None
         layer_bytes = config.kv_format.block_bytes // config.kv_format.num_layers
+        zones = Peers(functools.partial(self._open, to_zone=True))  # the pushing thread's
         self._pusher = Pusher(
-            self._open_zone, config.kv_format.block_bytes, layer_bytes, self._report, self._faults
+            zones, config.kv_format.block_bytes, layer_bytes, self._report, self._faults
         )
         self._server = SideChannelServer(
             name, self._answer, self._peer_closed, config.host, config.token
@@ -199,9 +191,7 @@ class P2PWorker(WorkerSide):
         self._sealer.shutdown(wait=True, cancel_futures=True)
         self._pusher.close()
         self._server.close()
-        for peer in self._peers.values():
-            peer.close()
-        self._peers.clear()
+        self._peers.close()
         self._transport.close()
         if self._zone is not None:
             self._zone.transport.close()
@@ -245,14 +235,13 @@ class P2PWorker(WorkerSide):
         """Copy and prove; return the kind of proof or raise."""
         source = job.source
         self._faults.hit("fetch.begin", cancelled)
-        if job.from_zone and job.digests:  # whether the source still lives does not matter
+        if job.from_zone:  # whether the source still lives does not matter
             assert self._zone_link is not None
+            assert job.digests, "push needs digests"
             return self._copy_from(self._zone_link, None, job, cancelled)
-        peer = self._peer(source.worker_id, source.epoch, source.address)
-        link = self._zone_link if job.from_zone else peer.link
-        assert link is not None
+        peer = self._peers.get(source.worker_id, source.epoch, source.address)
         try:
-            return self._copy_from(link, peer.channel, job, cancelled)
+            return self._copy_from(peer.link, peer.channel, job, cancelled)
         finally:
             if job.is_last:
                 peer.channel.done(source.lease_id)
@@ -281,21 +270,7 @@ class P2PWorker(WorkerSide):
             return "lease"
         raise TransferFailed("The source did not confirm that its lease held.")
 
-    def _peer(self, worker_id: str, epoch: str, address: str) -> _Peer:
-        """The opened pool of a worker epoch; closes those that are gone on the way."""
-        key = (worker_id, epoch)
-        for known, peer in list(self._peers.items()):
-            if peer.channel.is_broken or (known != key and not peer.channel.is_open):
-                peer.close()
-                del self._peers[known]
-        if key not in self._peers:
-            self._peers[key] = _Peer(*self._open(epoch, address, to_zone=False))
-        return self._peers[key]
-
-    def _open_zone(self, worker_id: str, epoch: str, address: str) -> tuple[SideChannel, Link]:
-        return self._open(epoch, address, to_zone=True)
-
-    def _open(self, epoch: str, address: str, *, to_zone: bool) -> tuple[SideChannel, Link]:
+    def _open(self, epoch: str, address: str, *, to_zone: bool) -> Peer:
         """Shake hands and open the pool or the zone of the worker epoch at an address."""
         config = self._config
         hello = PeerHello(
@@ -315,18 +290,18 @@ class P2PWorker(WorkerSide):
         except TransferFailed:
             channel.close()
             raise
-        return channel, link
+        return Peer(channel, link)
 
     def _end_lease(self, offer: Part | Offer) -> None:
         try:
-            peer = self._peer(offer.worker_id, offer.epoch, offer.address)
+            peer = self._peers.get(offer.worker_id, offer.epoch, offer.address)
             peer.channel.done(offer.lease_id)
         except SplitserveError as error:
             log.info("lease %s could not be ended: %s", offer.lease_id, error.message)
 
     def _meet(self, worker_id: str, epoch: str, address: str) -> None:
         try:
-            self._peer(worker_id, epoch, address)
+            self._peers.get(worker_id, epoch, address)
         except SplitserveError as error:
             log.info("worker %s could not be met: %s", worker_id, error.message)
 

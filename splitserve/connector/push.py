@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from splitserve.connector.base import PushDone, PushJob
 from splitserve.connector.landing import LandingZone
-from splitserve.connector.sidechannel import SideChannel
+from splitserve.connector.peers import Peers
 from splitserve.errors import SplitserveError, TransferFailed
 from splitserve.faults import Faults
 from splitserve.transport.base import Link, Transport
@@ -49,38 +49,23 @@ class _Push:
     failure: str = ""
 
 
-@dataclass(slots=True)
-class _Writer:
-    channel: SideChannel
-    link: Link
-
-    def close(self) -> None:
-        self.channel.close()
-        self.link.close()
-
-
-Connect = Callable[[str, str, str], tuple[SideChannel, Link]]
-"""From (worker id, epoch, address) to the opened zone; raises TransferFailed, FormatMismatch."""
-
-
 class Pusher:
     """Writes jobs in order, on one thread. `start` and `end` are called by the engine thread."""
 
     def __init__(
         self,
-        connect: Connect,
+        zones: Peers,
         block_bytes: int,
         layer_bytes: int,
         report: Callable[[PushDone], None],
         faults: Faults,
     ) -> None:
-        self._connect = connect
+        self._zones = zones  # only the thread's
         self._block_bytes = block_bytes
         self._layer_bytes = layer_bytes
         self._report = report
         self._faults = faults
         self._pushes: dict[str, _Push] = {}
-        self._writers: dict[tuple[str, str], _Writer] = {}  # only the thread's
         self._queue: queue.SimpleQueue[tuple[PushJob | Landing, _Push] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kv-push", daemon=True)
         self._thread.start()
@@ -100,9 +85,7 @@ class Pusher:
             push.ended.set()
         self._queue.put(None)
         self._thread.join()
-        for writer in self._writers.values():
-            writer.close()
-        self._writers.clear()
+        self._zones.close()
 
     # --- the thread
 
@@ -128,32 +111,20 @@ class Pusher:
         self._faults.hit("push.begin", push.ended)
         if push.ended.is_set():
             raise TransferFailed("The push was ended.")
-        writer = self._writer(landing)
+        zone = self._zones.get(landing.worker_id, landing.epoch, landing.address)
         if not push.has_begun:
-            if not writer.channel.begin(landing.landing_id):
+            if not zone.channel.begin(landing.landing_id):
                 raise TransferFailed("The reader does not want this landing to be written.")
             push.has_begun = True
         size = self._block_bytes if job.layer is None else self._layer_bytes
         offset = 0 if job.layer is None else job.layer * self._layer_bytes
         there = [block * self._block_bytes + offset for block in job.zone]
         here = [block * self._block_bytes + offset for block in job.blocks]
-        with contextlib.closing(writer.link.write(there, here, size, push.ended)) as pieces:
+        with contextlib.closing(zone.link.write(there, here, size, push.ended)) as pieces:
             for _ in pieces:
                 self._faults.hit("push.block", push.ended)
 
-    def _writer(self, landing: Landing) -> _Writer:
-        """The opened zone of a worker epoch; closes those that are gone on the way."""
-        key = (landing.worker_id, landing.epoch)
-        for known, writer in list(self._writers.items()):
-            if writer.channel.is_broken or not writer.channel.is_open:
-                writer.close()
-                del self._writers[known]
-        if key not in self._writers:
-            opened = self._connect(landing.worker_id, landing.epoch, landing.address)
-            self._writers[key] = _Writer(*opened)
-        return self._writers[key]
-
     def _say_ended(self, landing: Landing, push: _Push) -> None:
-        writer = self._writers.get((landing.worker_id, landing.epoch))
-        if push.has_begun and writer is not None:
-            writer.channel.ended(landing.landing_id)
+        zone = self._zones.known(landing.worker_id, landing.epoch)
+        if push.has_begun and zone is not None:
+            zone.channel.ended(landing.landing_id)

@@ -229,7 +229,7 @@ class Engine:
             if layers is None:
                 return plan, self.runner.execute(plan)
             result = self.runner.execute(plan, layers.on_layer)
-            layers.is_whole()
+            layers.note_whole()
             return plan, result
         except DeviceLost:
             raise

@@ -62,7 +62,7 @@ class LayerPush:
                 )
             )
 
-    def is_whole(self) -> None:
+    def note_whole(self) -> None:
         """The step succeeded: all layers of these blocks were pushed."""
         for sequence, indices in self.pieces:
             sequence.layered.update(indices)

@@ -73,7 +73,8 @@ def _open(gguf_file: Path) -> Any:
         return gguf.GGUFReader(gguf_file)
     except (ValueError, IndexError, KeyError, OSError, UnicodeDecodeError) as error:
         raise ModelUnavailable(
-            f"{gguf_file} is not a whole GGUF file: {error}.", advice="Fetch it again."
+            f"{gguf_file} is not a whole GGUF file: {str(error).rstrip('.')}.",
+            advice="Fetch it again.",
         ) from error
 
 

@@ -71,7 +71,5 @@ def decide_grain(
         grain = Grain(handoff.partition("-")[0])
         why = handoff.value
     predicted = ", ".join(f"{x.value} {s * 1e3:.1f} ms" for x, s in exposed_s.items())
-    push = handoff in (Handoff.CHUNK_PUSH, Handoff.LAYER_PUSH)
-    return GrainDecision(
-        grain, push, f"handoff {grain.value} ({why}): exposed {predicted}", exposed_s
-    )
+    reason = f"handoff {grain.value} ({why}): exposed {predicted}"
+    return GrainDecision(grain, handoff.is_push, reason, exposed_s)

@@ -41,7 +41,7 @@ class TcpExport(Export):
     ) -> None:
         self._region = region
         self._io_timeout_s = io_timeout_s
-        listener = _listen(host)
+        listener = listen(host)
         port = listener.getsockname()[1]
         token = secrets.token_bytes(wire.TOKEN_BYTES)
         self._card = wire.Card(host, port, len(region), writable, token)
@@ -290,7 +290,8 @@ class _Connection:
                 self._socket.sendall(wire.ACK * ended)
 
 
-def _listen(host: str) -> socket.socket:
+def listen(host: str) -> socket.socket:
+    """A non-blocking listener on a free port of the host's address. Raise ConfigError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -305,4 +306,4 @@ def _listen(host: str) -> socket.socket:
             raise
         return listener
     except OSError as error:
-        raise ConfigError(f"The tcp transport can't listen on {host}: {error}.") from error
+        raise ConfigError(f"Workers can't listen on {host}: {error}.") from error

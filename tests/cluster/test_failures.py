@@ -2,7 +2,8 @@
 
 A request is brought into a state and held there, one process is killed with -9, the hold ends. The
 answer must be the one of an undisturbed run; afterwards every worker is idle and its invariants
-hold (`settle`, after each test).
+hold (`settle`, after each test). Long because the contract is one table, on servers that are
+started once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Whatever a client sends: an error in words with the right status, and a server that goes on.
 
 After each test the workers are idle, none was restarted, and the answer to a plain request is what
-it was before.
+it was before. Long because every field and every way to send it wrong is one line of one table,
+against servers that are started once.
 """
 
 from __future__ import annotations

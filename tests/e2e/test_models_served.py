@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from tokenizers import Tokenizer
 
 from splitserve.config import GatewayConfig, ServeConfig, SplitMode
@@ -15,7 +14,7 @@ from splitserve.engine.step import Draw, PlanItem, StepPlan
 from splitserve.model.loader import load
 from splitserve.model.runner import TorchRunner
 from splitserve.sampling import Sampling
-from tests.model.families import CARRIED, build
+from tests.model.families import CARRIED, build, generated
 from tests.support.served import Served
 
 pytestmark = pytest.mark.processes
@@ -52,13 +51,7 @@ def test_windows_and_soft_caps_are_transformers(tmp_path: Path, tiny: Path) -> N
     directory = tmp_path / "tiny"
     directory.mkdir()
     module = build(directory, tiny, kind, **changes)
-    expected = module.generate(
-        torch.tensor([PROMPT]),
-        attention_mask=torch.ones(1, len(PROMPT), dtype=torch.long),
-        max_new_tokens=NUM_OUTPUTS,
-        do_sample=False,
-        eos_token_id=None,
-    )[0, len(PROMPT) :].tolist()
+    expected = generated(module, PROMPT, NUM_OUTPUTS)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     hold = tmp_path / "hold"
     hold.mkdir()

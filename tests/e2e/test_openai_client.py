@@ -1,4 +1,7 @@
-"""The official `openai` client, unchanged, against both servers."""
+"""The official `openai` client, unchanged, against both servers.
+
+Long because it goes through all that the API honours, against servers that are started once.
+"""
 
 from __future__ import annotations
 

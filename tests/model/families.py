@@ -123,3 +123,15 @@ def build(path: Path, tiny_path: Path, kind: str, dtype: str = "float32", **chan
     module.to(getattr(torch, dtype)).save_pretrained(path)
     shutil.copy(tiny_path / "tokenizer.json", path)
     return module.float()
+
+
+def generated(module: Any, prompt_ids: list[int], num_outputs: int) -> list[int]:
+    """transformers' own greedy answer; no token ends it."""
+    output: list[int] = module.generate(
+        torch.tensor([prompt_ids]),
+        attention_mask=torch.ones(1, len(prompt_ids), dtype=torch.long),
+        max_new_tokens=num_outputs,
+        do_sample=False,
+        eos_token_id=None,
+    )[0, len(prompt_ids) :].tolist()
+    return output

@@ -17,7 +17,7 @@ from splitserve.model.forward import Forward
 from splitserve.model.loader import LoadedModel, load
 from splitserve.model.runner import TorchRunner
 from splitserve.sampling import Sampling
-from tests.model.families import CARRIED, MIXTURES, REFUSED, build
+from tests.model.families import CARRIED, MIXTURES, REFUSED, build, generated
 
 PROMPT = [int(one) for one in np.random.default_rng(0).integers(3, 300, 40)]
 NUM_OUTPUTS = 24
@@ -51,13 +51,7 @@ def greedy(runner: TorchRunner, first_chunk: int) -> list[int]:
 def test_greedy_tokens_are_transformers(tmp_path: Path, tiny_path: Path, name: str) -> None:
     kind, changes = CARRIED[name]
     module = build(tmp_path, tiny_path, kind, DTYPES.get(name, "float32"), **changes)
-    expected = module.generate(
-        torch.tensor([PROMPT]),
-        attention_mask=torch.ones(1, len(PROMPT), dtype=torch.long),
-        max_new_tokens=NUM_OUTPUTS,
-        do_sample=False,
-        eos_token_id=None,
-    )[0, len(PROMPT) :].tolist()
+    expected = generated(module, PROMPT, NUM_OUTPUTS)
     loaded = load(tmp_path)
     assert len(set(expected)) > 4
     assert greedy(TorchRunner(loaded, blocks_for(loaded), 16), 20) == expected

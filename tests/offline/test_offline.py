@@ -94,7 +94,10 @@ BAD: list[dict[str, object]] = [
     *({"repetition_penalty": x} for x in (-1, 0, NAN)),
     *({"frequency_penalty": x} for x in (50, NAN)),
     *({"presence_penalty": x} for x in (-3, INF)),
-    *({"logit_bias": x} for x in ({99999: 1}, {-1: 1}, {70: INF}, {70: NAN}, {"a": 1}, [1])),
+    *(
+        {"logit_bias": x}
+        for x in ({99999: 1}, {-1: 1}, {70: INF}, {70: NAN}, {"a": 1}, {"5": 1}, {True: 1}, [1])
+    ),
     *({"min_tokens": x} for x in (100, -1, 1.5)),
     *({"max_tokens": x} for x in (0, 1.5, "5", True)),
     *({"logprobs": x} for x in (-1, 10**6)),
