@@ -234,3 +234,10 @@ class TransferFailed(SplitserveError):
 
     status, code = 502, "transfer_failed"
     advice = ""
+
+
+class StoreError(SplitserveError):
+    """A tier of the KV store can't be reached. Requests go on without it."""
+
+    status, code = 502, "store_unreachable"
+    advice = ""

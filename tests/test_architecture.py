@@ -21,6 +21,7 @@ LAYERS = [
         "errors clock sampling moments",
         "faults kv text",
         "wire transport",
+        "store",
         "config connector",
         "engine router",
         "model gateway",

@@ -1,0 +1,1 @@
+"""store *keeps*: KV blocks by key, outside workers."""
