@@ -55,13 +55,31 @@ segment.close()
 """
 
 
+READER = """
+import sys, threading
+from splitserve.transport.registry import make_transport
+from splitserve.transport.segment import Segment
+name, num_bytes, size, card, *descriptors = sys.argv[1:]
+segment = Segment.create(1, int(num_bytes))
+transport = make_transport(name, segment)
+link = transport.open(bytes.fromhex(card), [int(fd) for fd in descriptors], int(num_bytes))
+offsets = list(range(0, int(num_bytes), int(size)))
+print("open", flush=True)
+while True:
+    for _ in link.read(offsets, offsets, int(size), threading.Event()):
+        pass
+"""
+
+
 class Peer:
     """A process that exports a region of random bytes."""
 
-    def __init__(self, name: str, *, writable: bool = False, seed: int = 1) -> None:
+    def __init__(
+        self, name: str, *, writable: bool = False, seed: int = 1, num_bytes: int = NUM_BYTES
+    ) -> None:
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self.control.settimeout(60)
-        arguments = [name, str(theirs.fileno()), str(int(writable)), str(NUM_BYTES), str(seed)]
+        arguments = [name, str(theirs.fileno()), str(int(writable)), str(num_bytes), str(seed)]
         self.process = subprocess.Popen(
             [sys.executable, "-c", PEER, *arguments], pass_fds=[theirs.fileno()]
         )
@@ -70,7 +88,7 @@ class Peer:
         if not card:
             raise RuntimeError(f"the peer of {name} exited with {self.process.wait()}")
         self.card = b"" if card == b"-" else card
-        self.bytes = np.random.default_rng(seed).integers(0, 256, NUM_BYTES, np.uint8)
+        self.bytes = np.random.default_rng(seed).integers(0, 256, num_bytes, np.uint8)
 
     def dump(self) -> np.ndarray:
         """What its region holds now."""
@@ -97,14 +115,18 @@ class Peer:
 class Side:
     """Our segment and transport."""
 
-    def __init__(self, name: str) -> None:
-        self.segment = Segment.create(1, NUM_BYTES)
+    def __init__(self, name: str, num_bytes: int = NUM_BYTES) -> None:
+        self.segment = Segment.create(1, num_bytes)
         self.bytes = self.segment.blocks[0]
         self.transport: Transport = make_transport(name, self.segment)
 
     def open(self, peer: Peer, *, writable: bool = False, num_bytes: int = NUM_BYTES) -> Link:
         descriptors, peer.descriptors = peer.descriptors, []
         return self.transport.open(peer.card, descriptors, num_bytes, writable=writable)
+
+    def open_again(self, peer: Peer, copies: list[int]) -> Link:
+        """A second time, by copies of the descriptors that the first one took over."""
+        return self.transport.open(peer.card, copies, len(peer.bytes))
 
     def close(self) -> None:
         self.transport.close()
@@ -269,7 +291,7 @@ def test_a_closed_iterator_touches_nothing_more(side: Side, peer: Peer) -> None:
 
 def test_after_a_cancellation_the_peer_can_be_read_again(side: Side, peer: Peer) -> None:
     """By the same link, or by one opened anew if the transport had to break it."""
-    card, copies = peer.card, [os.dup(fd) for fd in peer.descriptors]
+    copies = [os.dup(fd) for fd in peer.descriptors]
     link = side.open(peer)
     pieces = link.read(offsets(0, 1, 2), offsets(0, 1, 2), SIZE, NEVER)
     next(pieces)
@@ -278,7 +300,7 @@ def test_after_a_cancellation_the_peer_can_be_read_again(side: Side, peer: Peer)
         got = list(link.read(offsets(4), offsets(6), SIZE, NEVER))
     except TransferFailed:
         link.close()
-        link, copies = side.transport.open(card, copies, NUM_BYTES), []
+        link, copies = side.open_again(peer, copies), []
         got = list(link.read(offsets(4), offsets(6), SIZE, NEVER))
     for fd in copies:
         os.close(fd)
@@ -291,6 +313,7 @@ def test_a_dead_or_frozen_peer_is_an_error_or_a_whole_answer(
     name: str, side: Side, peer: Peer, way: signal.Signals
 ) -> None:
     """Memory that is mapped outlives its owner; what needs the owner fails within the timeout."""
+    copies = [os.dup(fd) for fd in peer.descriptors]
     link = side.open(peer)
     assert list(link.read(offsets(1), offsets(1), SIZE, NEVER)) == [0]
     peer.process.send_signal(way)
@@ -309,6 +332,82 @@ def test_a_dead_or_frozen_peer_is_an_error_or_a_whole_answer(
         assert sorted(got) == everything
         assert np.array_equal(side.bytes, peer.bytes)
     assert time.monotonic() - start < 15
+    if way is signal.SIGSTOP:
+        peer.process.send_signal(signal.SIGCONT)
+        link.close()
+        assert_served(side, peer, copies)
+    else:
+        for fd in copies:
+            os.close(fd)
+
+
+BIG_BYTES = 64 << 20
+BIG_SIZE = 512 << 10
+
+
+def assert_served(side: Side, peer: Peer, copies: list[int]) -> None:
+    """The peer lives and a new link can read it."""
+    link = side.open_again(peer, copies)
+    side.bytes[:] = 0
+    there = list(range(0, len(peer.bytes), SIZE))[:NUM_PIECES]
+    assert sorted(link.read(there, there, SIZE, NEVER)) == list(range(NUM_PIECES))
+    end = there[-1] + SIZE
+    assert np.array_equal(side.bytes[:end], peer.bytes[:end])
+    link.close()
+    assert peer.process.poll() is None
+
+
+@pytest.fixture
+def big(name: str) -> Iterator[tuple[Side, Peer]]:
+    """With a region that isn't read within a few milliseconds."""
+    side = Side(name, BIG_BYTES)
+    peer = Peer(name, num_bytes=BIG_BYTES)
+    yield side, peer
+    side.close()
+    peer.close()
+
+
+@pytest.mark.parametrize("way", ["closed", "cancelled"])
+def test_a_peer_survives_readers_that_break_off(big: tuple[Side, Peer], way: str) -> None:
+    side, peer = big
+    everything = list(range(0, BIG_BYTES, BIG_SIZE))
+    for taken in (1, 2, 5, 30):
+        copies = [os.dup(fd) for fd in peer.descriptors]
+        link = side.open_again(peer, copies)
+        cancelled = threading.Event()
+        pieces = link.read(everything, everything, BIG_SIZE, cancelled)
+        for _ in range(taken):
+            next(pieces)
+        if way == "closed":
+            pieces.close()
+        else:
+            cancelled.set()
+            with pytest.raises(TransferFailed):
+                list(pieces)
+        side.bytes[:] = 9
+        time.sleep(0.05)
+        assert (side.bytes == 9).all()
+        link.close()
+    assert_served(side, peer, [os.dup(fd) for fd in peer.descriptors])
+
+
+def test_a_peer_survives_readers_that_are_killed(name: str, big: tuple[Side, Peer]) -> None:
+    side, peer = big
+    arguments = [name, str(BIG_BYTES), str(BIG_SIZE), peer.card.hex(), *map(str, peer.descriptors)]
+    for number in range(5):
+        reader = subprocess.Popen(
+            [sys.executable, "-c", READER, *arguments],
+            pass_fds=peer.descriptors,
+            stdout=subprocess.PIPE,
+        )
+        with reader:
+            assert reader.stdout is not None
+            assert reader.stdout.readline() == b"open\n"
+            time.sleep(0.02 + 0.013 * number)
+            assert reader.poll() is None
+            reader.kill()
+    time.sleep(0.3)
+    assert_served(side, peer, [os.dup(fd) for fd in peer.descriptors])
 
 
 def test_a_peer_that_is_gone_can_not_be_opened(name: str, side: Side, peer: Peer) -> None:
