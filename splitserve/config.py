@@ -9,6 +9,7 @@ import msgspec
 from splitserve.errors import ConfigError
 from splitserve.faults import Faults
 from splitserve.kv.format import DTYPE_BYTES
+from splitserve.sizes import parse_size
 from splitserve.transport.registry import TRANSPORTS
 from splitserve.wire import Role
 
@@ -242,14 +243,4 @@ def parse_bytes(text: str) -> int | None:
     """`512M`, `2G`, `1073741824`: a size in bytes, suffixes in powers of 1024; `auto` is None."""
     if text.strip().lower() == "auto":
         return None
-    factors = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-    stripped = text.strip().upper().removesuffix("IB").removesuffix("B")
-    factor = factors.get(stripped[-1:], 1)
-    digits = stripped[:-1] if stripped[-1:] in factors else stripped
-    try:
-        num = int(float(digits) * factor)
-    except (ValueError, OverflowError):
-        num = 0
-    if num <= 0:
-        raise ConfigError(f"{text!r} is not a size.", advice="Examples: 512M, 2G, auto.")
-    return num
+    return parse_size(text, "512M, 2G, auto")
