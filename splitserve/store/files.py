@@ -154,14 +154,15 @@ class FileTier(Tier):
         head = bytearray(self._encoding.head_bytes)
         try:
             for i in batch.indices():
-                if not self._read(batch.keys[i], head, batch.targets[i], i):
+                used_s = batch.started_s - i * BETWEEN_S
+                if not self._read(batch.keys[i], head, batch.targets[i], used_s):
                     batch.stop_at(i)
         except OSError as error:
             batch.stop_at(0)
             return error
         return None
 
-    def _read(self, key: bytes, head: bytearray, target: Block, rank: int) -> bool:
+    def _read(self, key: bytes, head: bytearray, target: Block, now_s: float) -> bool:
         path = self._path(key)
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -178,11 +179,10 @@ class FileTier(Tier):
             ):
                 self._remove(path, is_corrupt=True)
                 return False
-            now_s = time.time()
             if record.is_expired(self._config.ttl_s, now_s):
                 self._remove(path, is_corrupt=False)
                 return False
-            score_s = used(self._config.policy, status.st_mtime, now_s - rank * BETWEEN_S)
+            score_s = used(self._config.policy, status.st_mtime, now_s)
             os.utime(fd, ns=(int(score_s * 1e9),) * 2)
             return True
         finally:
@@ -253,6 +253,7 @@ class _Batch:
     def __init__(self, keys: Sequence[bytes], targets: Sequence[Block]) -> None:
         self.keys = keys
         self.targets = targets
+        self.started_s = time.time()
         self.end = len(keys)
         self._next = itertools.count()
         self._lock = threading.Lock()
