@@ -98,7 +98,7 @@ class KVStore:
 
     def save(self, key: bytes, block: Block, digest: bytes, done: Done) -> bool:
         """Hand over a block by reference: its memory must not change until `done` is called, by the
-        store's thread. Returns False if it is dropped; then done(False) was called already.
+        store's thread or by `close`. Returns False if it is dropped: done(False) was called here.
 
         digest: xxh3-128 of the block.
         """
@@ -132,7 +132,7 @@ class KVStore:
             if isinstance(job, _Save):
                 _tell(job.done, False)
         for member in self._members:
-            member.call(lambda tier: tier.close(), None)
+            member.close()
 
     # --- the caller's thread
 

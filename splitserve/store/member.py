@@ -64,6 +64,12 @@ class Member:
             errors, is_broken = self._errors, self._back_off_s > 0
         return MemberStats(self.tier.name, self.tier.stats(), errors, is_broken)
 
+    def close(self) -> None:
+        try:
+            self.tier.close()
+        except Exception:
+            log.exception("tier %s", self.tier.name)
+
     def _break(self, reason: str, started_broken: bool) -> None:
         with self._lock:
             self._errors += 1
