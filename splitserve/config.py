@@ -10,6 +10,7 @@ from splitserve.errors import ConfigError
 from splitserve.faults import Faults
 from splitserve.kv.format import DTYPE_BYTES
 from splitserve.sizes import parse_size
+from splitserve.store.registry import TierSpec
 from splitserve.transport.registry import TRANSPORTS
 from splitserve.wire import Role
 
@@ -52,6 +53,33 @@ class Handoff(enum.StrEnum):
                 advice=f"Choose one of {known}.",
             )
         raise ConfigError(f"Unknown handoff {text!r}; known: {known}.")
+
+
+class ConnectorKind(enum.StrEnum):
+    """Where KV goes between workers (design §4)."""
+
+    P2P = "p2p"  # from pool to pool
+    SHARED_STORAGE = "shared_storage"  # by files that all workers see
+    STORE = "store"  # by a store of one or more tiers
+    MULTI = "multi"  # from pool to pool; what is computed is also kept in a store
+
+    @property
+    def has_store(self) -> bool:
+        return self is not ConnectorKind.P2P
+
+    @property
+    def by_store(self) -> bool:
+        """Handoffs go through the store alone."""
+        return self in (ConnectorKind.STORE, ConnectorKind.SHARED_STORAGE)
+
+    @classmethod
+    def parse(cls, text: str, tiers: tuple[TierSpec, ...]) -> ConnectorKind:
+        """By its name; empty: p2p, or multi where there are tiers."""
+        if not text:
+            return cls.MULTI if tiers else cls.P2P
+        if text not in list(cls):
+            raise ConfigError(f"Unknown connector {text!r}; known: {', '.join(cls)}.")
+        return cls(text)
 
 
 _INVALID_HANDOFFS = {
@@ -99,12 +127,14 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     local_prefill_tokens: with split `auto`, prompts up to so many tokens are prefilled on the
     decode worker: a handoff costs more than they do.
+    hints: tell a worker that lacks a prefix which other has it.
     retries: how often one request may be started again after losing a worker or a transfer.
     """
 
     split: SplitMode = SplitMode.AUTO
     handoff: Handoff = Handoff.AUTO
     local_prefill_tokens: int = 32
+    hints: bool = True
     max_inflight: int = 256
     retries: int = 3
     max_body_bytes: int = 8 << 20
@@ -144,6 +174,9 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lease_term_s: float = 30.0
     digests: str = "full"
     transport: str = "shm"
+    connector: ConnectorKind = ConnectorKind.P2P
+    tiers: tuple[TierSpec, ...] = ()  # of the store, the fastest first
+    decode_block_size: int | None = None  # another than the prefill workers' is converted to
     networks: tuple[Network, ...] = ()  # of workers that have one
     faults: str = ""
     runner: str = "native"
@@ -205,8 +238,20 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.networks and self.transport == "shm":
             raise ConfigError("Workers with networks of their own need another transport than shm.")
         Faults(self.faults)  # an error now, rather than in each worker
-        if self.block_size < 16 or self.block_size % 16:
+        require_connectable(self.connector, self.tiers, self.gateway.handoff)
+        sizes = self.block_size, self.decode_block_size or self.block_size
+        if min(sizes) < 16 or sizes[0] % 16 or sizes[1] % 16:
             raise ConfigError("The block size is a multiple of 16 tokens, the granule.")
+        if max(sizes) % min(sizes):
+            raise ConfigError(
+                f"KV blocks of {sizes[0]} and {sizes[1]} tokens can't be converted.",
+                advice="One size has to be a multiple of the other.",
+            )
+        if sizes[0] != sizes[1] and (self.connector.has_store or self.gateway.handoff.is_push):
+            raise ConfigError(
+                f"Blocks of {sizes[0]} and {sizes[1]} tokens are converted where they are read "
+                "from pool to pool, not in a store or a landing zone.",
+            )
         if not 1 <= self.max_sequences <= self.max_batched_tokens:
             raise ConfigError("1 <= max sequences <= max batched tokens must hold.")
 
@@ -219,6 +264,32 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             (Role.MIXED, self.num_mixed),
         )
         return [(f"{role.value}-{i}", role) for role, num in counts for i in range(num)]
+
+
+def require_connectable(
+    connector: ConnectorKind, tiers: tuple[TierSpec, ...], handoff: Handoff
+) -> None:
+    """Raise ConfigError if the connector lacks tiers, has too many, or can't hand over so."""
+    if connector.has_store and not tiers:
+        raise ConfigError(
+            f"Connector {connector.value} needs a place to keep KV.",
+            advice="Give --store, for example disk:/var/kv?limit=10G.",
+        )
+    if tiers and not connector.has_store:
+        raise ConfigError(
+            "Connector p2p has no store.", advice="Leave out --store, or --connector."
+        )
+    if connector is ConnectorKind.SHARED_STORAGE and [x.name for x in tiers] != ["shared_storage"]:
+        raise ConfigError(
+            "Connector shared_storage has one place: --store shared_storage:DIRECTORY.",
+            advice="Connector store takes any tiers.",
+        )
+    if connector.by_store and handoff.is_push:
+        raise ConfigError(
+            f"KV can't be handed over by {handoff.value} through a store: the source writes to the "
+            "store in any case, and the reader has no landing to write to.",
+            advice="Choose auto, request-pull or chunk-pull.",
+        )
 
 
 def is_kernels(device: str, dtype: str) -> bool:

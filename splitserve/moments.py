@@ -49,6 +49,10 @@ class Timeline:
     num_parts: int = 0  # of the handoff that moved before its offer
     exposed_predicted_s: dict[str, float] = field(default_factory=dict)  # by grain
     reused_tokens: int = 0
+    loaded_tokens: int = 0  # of the prompt, whose KV came from elsewhere before prefill started
+    loaded_from: str = ""  # a worker's id, or `store`
+    load_s: float = 0.0
+    num_hints_failed: int = 0
     transfer_proof: str = ""
     num_preemptions: int = 0
 
@@ -122,6 +126,7 @@ class Timeline:
         spans = {
             "queue": self._span(Moment.PREFILL_QUEUED, Moment.PREFILL_STARTED),
             "prefill": self._span(Moment.PREFILL_STARTED, Moment.PREFILL_ENDED),
+            "load": self.load_s if self.loaded_from else None,
             "transfer": self.transfer_s,
             "exposed_transfer": self.exposed_transfer_s,
             "handoff_gap": self.handoff_gap_s,
@@ -161,6 +166,9 @@ class Timeline:
                 for grain, seconds in self.exposed_predicted_s.items()
             },
             "reused_tokens": self.reused_tokens,
+            "loaded_tokens": self.loaded_tokens,
+            "loaded_from": self.loaded_from,
+            "hints_failed": self.num_hints_failed,
             "transfer_proof": self.transfer_proof,
             "preemptions": self.num_preemptions,
             "notes": self.notes,

@@ -6,6 +6,8 @@ decoded) and a msgpack list of one tagged message. Nothing is ever unpickled.
 History:
   1  first version.
   2  handoffs while prefill goes on: Submit.grain and push, Part, Deliver, Complete, Landing, Land.
+  3  KV from anywhere: Submit.hints, Offer.stored, Part.keys and stored, Loaded, HintFailed, and
+     what Frame tells of the prefix cache.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from splitserve.errors import FormatMismatch
 from splitserve.kv.format import KVFormat, ModelIdentity
 from splitserve.sampling import Logprobs, Sampling
 
-WIRE_VERSION = 2
-_VERSIONS_ACCEPTED = (2,)
+WIRE_VERSION = 3
+_VERSIONS_ACCEPTED = (3,)
 
 
 class Leg(enum.StrEnum):
@@ -68,6 +70,9 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_ids: list[int]
     keys: list[bytes]
     digests: list[bytes]  # xxh3-128 of each block's bytes, or empty: then only a confirm proves
+    # The store has the leading full blocks by their keys, as many as there are block_ids; who reads
+    # them needs no lease, and computes the others and the tail itself.
+    stored: bool = False
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -86,6 +91,22 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_ids: list[int]
     digests: list[bytes]
     pushed: bool = False  # they are in the reader's landing, as far as that goes
+    stored: bool = False  # they are in the store, by their keys
+    keys: list[bytes] = []  # of each block, if it is stored
+
+
+class Hint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Another worker that is believed to have the leading blocks of a prompt (design §4).
+
+    The two predictions are for blocks that the addressed worker lacks, in seconds.
+    """
+
+    worker_id: str
+    epoch: str
+    address: str
+    num_blocks: int
+    fetch_s: float
+    recompute_s: float
 
 
 class Landing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -116,6 +137,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     # chunk, layer: a prefill leg tells its parts; a decode leg without an offer gets them later
     grain: Grain = Grain.REQUEST
     push: bool = False  # a decode leg lends a landing, if it has one free
+    hints: list[Hint] = []  # the best first, at most three
 
 
 class Deliver(msgspec.Struct, frozen=True, tag="deliver"):
@@ -182,6 +204,20 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 # --- worker to gateway ----------------------------------------------------------------------------
 
 
+class TierView(msgspec.Struct, frozen=True):
+    """One tier of the store, as one worker sees it; blocks counted since that started."""
+
+    name: str
+    num_bytes: int  # that are there, whoever saved them
+    hits: int
+    misses: int
+    saved: int
+    evicted: int
+    corrupt: int
+    errors: int  # calls that failed
+    is_broken: bool
+
+
 class View(msgspec.Struct, frozen=True):
     """What a worker tells of itself with each frame."""
 
@@ -193,6 +229,7 @@ class View(msgspec.Struct, frozen=True):
     quarantined_blocks: int = 0
     landing_blocks_quarantined: int = 0  # given back, and their writer has not ended
     quarantine_age_s: float = 0.0  # of the pool's oldest
+    blocks_unsaved: int = 0  # that the store did not take, since the worker started
     total_blocks: int = 0
     waiting_tokens: int = 0  # prompt tokens not yet computed, queued or partly done
     preemptions: int = 0
@@ -277,7 +314,30 @@ class FetchEnded(msgspec.Struct, frozen=True, tag="fetch_ended"):
     transfer_s: float  # spent copying and proving; between parts it stands still
     num_bytes: int
     reused_tokens: int  # granules that the receiver had already, in tokens
-    proof: str  # "digest", "lease", "local" (nothing had to move)
+    # "digest", "lease", "local" (nothing had to move); and by which converter, if by one
+    proof: str
+    missing_tokens: int = 0  # that did not come, and are computed again: a store's tail, for one
+
+
+class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
+    """A leg got KV of its prompt from elsewhere instead of computing it, or tried to."""
+
+    request_id: str
+    source: str  # a worker's id, or `store`
+    num_tokens: int
+    num_bytes: int
+    seconds: float
+    reason: str = ""  # why nothing came
+
+
+class HintFailed(msgspec.Struct, frozen=True, tag="hint_failed"):
+    """A hint was wrong: the worker has so many of the leading blocks, or can't be asked."""
+
+    request_id: str
+    worker_id: str
+    epoch: str
+    num_hinted: int
+    num_blocks: int
 
 
 class FetchFailed(msgspec.Struct, frozen=True, tag="fetch_failed"):
@@ -318,6 +378,8 @@ Notice = (
     | FetchStarted
     | FetchEnded
     | FetchFailed
+    | Loaded
+    | HintFailed
     | Preempted
     | End
     | Checked
@@ -336,7 +398,12 @@ class Frame(msgspec.Struct, frozen=True, tag="frame"):
     view: View
     step_s: float = 0.0
     step_tokens: int = 0
+    tiers: list[TierView] = []  # now and then
+    cached: list[bytes] = []  # keys that entered the prefix cache, by their first KEY_BYTES
+    evicted: list[bytes] = []  # keys that left it
 
+
+KEY_BYTES = 16  # of a key are enough to hint by: a wrong hint costs a round trip, no wrong answer
 
 ToWorker = (
     Submit | Deliver | Land | Complete | Abort | Release | Renew | Meet | Resend | Check | Stop

@@ -41,12 +41,12 @@ HEAVY_PACKAGES = frozenset({"model", "worker", "connector", "transport"})
 """Where torch may be imported: it lives in the model and in what handles its memory."""
 
 NARROW: dict[tuple[str, str], frozenset[str]] = {
-    ("engine", "connector"): frozenset({"base"}),
+    ("engine", "connector"): frozenset({"base", "jobs"}),
     ("model", "engine"): frozenset({"step"}),
     ("cluster", "model"): frozenset({"info", "simulated"}),
     ("cluster", "worker"): frozenset({"spec"}),
     ("cluster", "kv"): frozenset({"format"}),
-    ("gateway", "kv"): frozenset({"format"}),
+    ("gateway", "kv"): frozenset({"format", "keys"}),
     ("wire", "kv"): frozenset({"format"}),
     ("transport", "kv"): frozenset({"format"}),
     ("model", "kv"): frozenset({"format"}),

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from splitserve.cluster.runtime import Runtime
 from splitserve.config import (
+    ConnectorKind,
     Deadlines,
     GatewayConfig,
     Handoff,
@@ -24,6 +25,7 @@ from splitserve.config import (
 from splitserve.errors import ConfigError, SplitserveError
 from splitserve.model.device import require_device
 from splitserve.model.fetch import ResolvedModel, resolve_model
+from splitserve.store.registry import parse_tier
 from splitserve.transport.registry import TRANSPORTS
 
 console = Console(highlight=False, soft_wrap=True)
@@ -81,6 +83,27 @@ def serve(
     transport: Annotated[
         str, typer.Option(help="How KV moves: " + ", ".join(TRANSPORTS) + ".")
     ] = "shm",
+    connector: Annotated[
+        str,
+        typer.Option(
+            help="Where KV goes: p2p (from pool to pool), shared_storage or store (through it "
+            "alone), multi (from pool to pool, and kept in a store). Default: p2p, or multi with "
+            "--store."
+        ),
+    ] = "",
+    store: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A tier of the store, the fastest first, may be repeated: memory:?limit=1G, "
+            "disk:DIR?limit=10G, shared_storage:DIR, redis://HOST:PORT; see docs/store.md."
+        ),
+    ] = None,
+    fetch_prefix: Annotated[
+        bool, typer.Option(help="Fetch prefixes that other workers have, if that is faster.")
+    ] = True,
+    decode_block_size: Annotated[
+        int, typer.Option(min=0, help="Tokens per KV block of decode workers, 0: as others.")
+    ] = 0,
     digests: Annotated[
         str, typer.Option(help="Proof of a transfer: full (every block's digest) or lease.")
     ] = "full",
@@ -96,6 +119,7 @@ def serve(
     try:
         if not (prefill or decode or mixed):
             prefill = decode = 1
+        tiers = tuple(parse_tier(text) for text in store or [])
         config = ServeConfig(
             num_prefill=prefill,
             num_decode=decode,
@@ -113,11 +137,15 @@ def serve(
             max_sequences=max_sequences,
             digests=digests,
             transport=transport,
+            connector=ConnectorKind.parse(connector, tiers),
+            tiers=tiers,
+            decode_block_size=decode_block_size or None,
             faults=faults,
             runner=runner,
             gateway=GatewayConfig(
                 split=split,
                 handoff=Handoff.parse(handoff),
+                hints=fetch_prefix,
                 max_inflight=max_inflight,
                 deadlines=Deadlines().with_overrides(deadline or []),
             ),

@@ -24,6 +24,7 @@ from splitserve.api.resolve import unhonoured_defaults
 from splitserve.clock import MonotonicClock
 from splitserve.cluster.cores import divide_cores
 from splitserve.cluster.rundir import make_run_dir, remove_run_dir
+from splitserve.cluster.store_servers import StoreServers
 from splitserve.cluster.supervisor import Supervisor
 from splitserve.config import Network, ServeConfig
 from splitserve.errors import ConfigError
@@ -65,6 +66,8 @@ class Runtime:
         self.kv_format = self._kv_format()
         self.num_blocks = self._num_blocks()
         self._token = secrets.token_hex(16)
+        self._store_servers = StoreServers()
+        self._tiers = config.tiers
         self._run_dir: Path | None = None
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -91,6 +94,7 @@ class Runtime:
         self._run_dir = make_run_dir()
         self.hub = WorkerHub(f"ipc://{self._run_dir}/gateway.sock", clock, self.info.identity)
         self.hub.start()
+        self._tiers = await self._store_servers.start(self.config.tiers)
         self.supervisor = Supervisor(
             ModelSpec(
                 str(self._model_dir),
@@ -142,6 +146,7 @@ class Runtime:
             await asyncio.gather(self._serving, return_exceptions=True)
         if hasattr(self, "supervisor"):
             await self.supervisor.stop()
+        await self._store_servers.stop()
         if hasattr(self, "hub"):
             self.hub.close()
         if self._run_dir is not None:
@@ -153,6 +158,14 @@ class Runtime:
         if not self.config.gateway.handoff.is_push:
             return 0
         return max(1, int(self.num_blocks * self.config.zone_fraction))
+
+    def _block_size(self, role: Role) -> int:
+        size = self.config.decode_block_size if role is Role.DECODE else None
+        return size or self.config.block_size
+
+    def _blocks_of(self, role: Role) -> int:
+        """As many tokens for each role, whatever its block size."""
+        return max(2, self.num_blocks * self.config.block_size // self._block_size(role))
 
     def describe_plan(self) -> list[str]:
         """What will run where, and how much KV each worker holds, for a person to read."""
@@ -169,6 +182,9 @@ class Runtime:
                 f"{min(self.config.max_sequences, num_tokens // typical)} sequences of "
                 f"{typical:,} tokens"
             )
+        for tier in self.config.tiers:
+            limit = f", up to {tier.limit_bytes >> 20} MiB" if tier.limit_bytes else ""
+            lines.append(f"store: {tier.name}:{tier.place}{limit}, {tier.policy.value}")
         pool_tokens = self.num_blocks * self.config.block_size
         if pool_tokens < self.info.max_model_len:
             lines.append(
@@ -226,8 +242,8 @@ class Runtime:
                 gateway=f"ipc://{self._run_dir}/gateway.sock",
                 cores=share.cores,
                 num_threads=share.num_threads,
-                num_blocks=self.num_blocks,
-                block_size=config.block_size,
+                num_blocks=self._blocks_of(role),
+                block_size=self._block_size(role),
                 exact=config.exact,
                 chunked_prefill=config.chunked_prefill,
                 prefix_cache=config.prefix_cache,
@@ -236,6 +252,8 @@ class Runtime:
                 lease_term_s=config.lease_term_s,
                 digests=config.digests,
                 transport=config.transport,
+                tiers=self._tiers,
+                by_store=config.connector.by_store,
                 token=self._token,
                 host=networks.get(worker_id, nowhere).host,
                 netns=networks.get(worker_id, nowhere).netns,

@@ -1,9 +1,10 @@
 """The connector contract: who calls what, when, how often, and with what effect.
 
-Two sides behind one name, as in vLLM's KVConnectorBase_V1. Both live in a worker process. The
+Sides behind one name, as in vLLM's KVConnectorBase_V1. Both live in a worker process. The
 scheduler side decides and is called by the engine thread between steps. The worker side moves bytes
 on threads of its own; its methods are called by the engine thread, return at once, and report
-through `poll`.
+through `poll`. The lender, which only push needs, has blocks of its own. Jobs and events are in
+`connector.jobs`.
 """
 
 from __future__ import annotations
@@ -13,94 +14,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from splitserve.connector.jobs import (
+    Event,
+    FetchJob,
+    FindJob,
+    HandoffState,
+    PushJob,
+    SaveJob,
+    SealJob,
+)
+from splitserve.kv.format import KVFormat
 from splitserve.kv.lease import Lease
-from splitserve.sampling import Sampling
 from splitserve.wire import Landing, Offer, Part
-
-
-@dataclass(frozen=True, slots=True)
-class HandoffState:
-    """What an offer says of the sequence besides its blocks."""
-
-    num_tokens: int
-    num_prompt_tokens: int
-    output_ids: list[int]
-    sampling: Sampling
-    keys: list[bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class SealJob:
-    """Digest these blocks, which a lease pins: all of a prompt's, or those of a part of it."""
-
-    lease_id: str
-    blocks: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class SealDone:
-    """Digests of a job's blocks are ready: xxh3-128 of each, or none in mode `lease`.
-
-    With a `reason` the blocks can't be offered, and it says why.
-    """
-
-    lease_id: str
-    digests: list[bytes]
-    seconds: float
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class FetchJob:
-    """Copy block_ids[i] of the source's pool into our block target[i].
-
-    source is the part or the offer that names them; digests are theirs, or empty. A handoff has one
-    job or several; is_last: none follows, the source's lease is needed no more. from_zone: the
-    block_ids are of our own landing zone, where the source has written them.
-    """
-
-    request_id: str
-    source: Part | Offer
-    block_ids: list[int]
-    digests: list[bytes]
-    target: list[int]
-    is_last: bool = True
-    from_zone: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class FetchDone:
-    """A job is over and nothing touches its target blocks any more.
-
-    proof is "digest" or "lease" if the blocks may be used, None if not; `reason` then says why.
-    """
-
-    request_id: str
-    proof: str | None
-    seconds: float
-    num_bytes: int
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class PushJob:
-    """Write our blocks[i] into block zone[i] of a landing: all layers, or one. No blocks: only tell
-    when all jobs of this landing that came before have ended. job_id is the caller's."""
-
-    job_id: str
-    landing: Landing
-    blocks: list[int]
-    zone: list[int]
-    layer: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PushDone:
-    """A job without a layer is over, and with it all before it of the same landing; with a reason,
-    some of their bytes may not be there."""
-
-    job_id: str
-    reason: str = ""
 
 
 class Staging(Protocol):
@@ -136,11 +61,11 @@ class SchedulerSide(abc.ABC):
         """
 
 
-Event = SealDone | FetchDone | PushDone
-
-
 class WorkerSide(abc.ABC):
-    """Moves bytes between the pool and elsewhere, on its own threads."""
+    """Moves bytes between the pool and elsewhere, on its own threads.
+
+    A worker whose connector has no store, or no peers, is never given the jobs that need them.
+    """
 
     @abc.abstractmethod
     def start_seal(self, job: SealJob) -> None:
@@ -149,12 +74,27 @@ class WorkerSide(abc.ABC):
 
     @abc.abstractmethod
     def start_fetch(self, job: FetchJob) -> None:
-        """Once or more per decode leg that lacks blocks: begin to copy. The target blocks are the
-        job's until its `FetchDone`, which always comes, in the order of a request's jobs."""
+        """Once or more per decode leg that lacks blocks, and once per prompt of which blocks were
+        found: begin to copy. The target blocks are the job's until its `FetchDone`, which always
+        comes; jobs with one source end in their order."""
 
     @abc.abstractmethod
     def cancel_fetch(self, request_id: str) -> None:
         """The request is gone: end its jobs soon. Each `FetchDone` still comes."""
+
+    @abc.abstractmethod
+    def start_find(self, job: FindJob) -> None:
+        """Once per prompt that lacks blocks here: begin to ask. Its `FoundDone` always comes, also
+        when the request is gone; who gets a part must fetch it, or end its lease."""
+
+    @abc.abstractmethod
+    def answer(self, ask_id: int, part: Part | None) -> bool:
+        """Once per `Asked`: what we lend, or nothing. False: who asked has gone away."""
+
+    @abc.abstractmethod
+    def start_save(self, job: SaveJob) -> None:
+        """When blocks became final: begin to copy them to the store. Its `SaveDone` always
+        comes."""
 
     @abc.abstractmethod
     def start_push(self, job: PushJob) -> None:
@@ -168,14 +108,6 @@ class WorkerSide(abc.ABC):
         have not begun are dropped."""
 
     @abc.abstractmethod
-    def lend(self, first: int, num_blocks: int) -> Landing | None:
-        """Per decode leg that asks for push, when it has blocks: staging, if it is free."""
-
-    @abc.abstractmethod
-    def give_back(self, landing: Landing) -> None:
-        """Once per landing lent: nothing more will be read from it."""
-
-    @abc.abstractmethod
     def meet(self, worker_id: str, epoch: str, address: str) -> None:
         """Another worker is up: connect to it ahead of its first offer. Failing is harmless."""
 
@@ -186,6 +118,22 @@ class WorkerSide(abc.ABC):
     @abc.abstractmethod
     def poll(self) -> list[Event]:
         """Before each step: what ended since the last call, each exactly once."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Once, at the end: stop the threads, close sockets and mappings."""
+
+
+class Lender(abc.ABC):
+    """Lends staging for KV that others write. Called by the engine thread; must not block."""
+
+    @abc.abstractmethod
+    def lend(self, first: int, num_blocks: int) -> Landing | None:
+        """Per decode leg that asks for push, when it has blocks: staging, if it is free."""
+
+    @abc.abstractmethod
+    def give_back(self, landing: Landing) -> None:
+        """Once per landing lent: nothing more will be read from it."""
 
     @property
     @abc.abstractmethod
@@ -201,22 +149,24 @@ class WorkerSide(abc.ABC):
     def check(self) -> None:
         """Assert the invariants of what it owns."""
 
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Once, at the end: stop the threads, close sockets and mappings."""
-
 
 @dataclass(frozen=True, slots=True)
 class Connector:
-    """Both sides of one connector, by its registered name.
+    """The sides of one connector, by its registered name.
 
-    address: where readers of our KV find us; empty if there can be none.
+    address: where readers of our KV find us; empty if there can be none. has_store: what is
+    computed is kept there, and looked up before it is computed again. by_store: handoffs go through
+    it too, rather than from pool to pool.
     """
 
     name: str
     scheduler: SchedulerSide
     worker: WorkerSide
+    lender: Lender
+    kv_format: KVFormat | None = None
     address: str = ""
+    has_store: bool = False
+    by_store: bool = False
 
 
 Wake = Callable[[], None]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from splitserve.connector.base import (
-    Connector,
+from splitserve.connector.base import Connector, SchedulerSide, WorkerSide
+from splitserve.connector.jobs import (
     Event,
     FetchJob,
+    FindJob,
     HandoffState,
     PushJob,
-    SchedulerSide,
+    SaveJob,
     SealJob,
-    WorkerSide,
 )
+from splitserve.connector.push import ZoneLender
 from splitserve.errors import TransferFailed
 from splitserve.kv.lease import Lease
 from splitserve.wire import Landing, Offer, Part
@@ -40,17 +41,20 @@ class _NoWorker(WorkerSide):
     def cancel_fetch(self, request_id: str) -> None:
         pass
 
+    def start_find(self, job: FindJob) -> None:
+        raise AssertionError("an engine without peers was given hints")
+
+    def answer(self, ask_id: int, part: Part | None) -> bool:
+        raise AssertionError("nobody can ask an engine without peers")
+
+    def start_save(self, job: SaveJob) -> None:
+        raise AssertionError("an engine without a store saves nothing")
+
     def start_push(self, job: PushJob) -> None:
         raise AssertionError("an engine without peers was lent no landing")
 
     def end_push(self, landing: Landing) -> None:
         raise AssertionError("an engine without peers was lent no landing")
-
-    def lend(self, first: int, num_blocks: int) -> Landing | None:
-        return None
-
-    def give_back(self, landing: Landing) -> None:
-        raise AssertionError("an engine without peers lends no landing")
 
     def meet(self, worker_id: str, epoch: str, address: str) -> None:
         pass
@@ -61,20 +65,9 @@ class _NoWorker(WorkerSide):
     def poll(self) -> list[Event]:
         return []
 
-    @property
-    def num_quarantined(self) -> int:
-        return 0
-
-    @property
-    def is_settled(self) -> bool:
-        return True
-
-    def check(self) -> None:
-        pass
-
     def close(self) -> None:
         pass
 
 
 def make_local() -> Connector:
-    return Connector("local", _NoScheduler(), _NoWorker())
+    return Connector("local", _NoScheduler(), _NoWorker(), ZoneLender("", "", "", None))

@@ -5,8 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from splitserve.connector.convert import Converter
 from splitserve.connector.sidechannel import SideChannel
-from splitserve.transport.base import Link
+from splitserve.transport.base import Link, Transport
+from splitserve.transport.segment import Segment
+
+OpenPeer = Callable[[str, str], "Peer"]
+"""From epoch and address; raises TransferFailed, FormatMismatch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Where blocks of another format are put before they are converted."""
+
+    segment: Segment
+    transport: Transport
+    converter: Converter
+
+    def close(self) -> None:
+        self.transport.close()
+        self.segment.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,17 +33,19 @@ class Peer:
 
     channel: SideChannel
     link: Link
+    scratch: Scratch | None = None  # the link reads into it, as the peer's format is another
 
     def close(self) -> None:
         self.channel.close()
         self.link.close()
+        if self.scratch is not None:
+            self.scratch.close()
 
 
 class Peers:
     """By worker epoch; each is opened when first needed. For one thread."""
 
-    def __init__(self, open_peer: Callable[[str, str], Peer]) -> None:
-        """open_peer: from epoch and address; raises TransferFailed, FormatMismatch."""
+    def __init__(self, open_peer: OpenPeer) -> None:
         self._open = open_peer
         self._peers: dict[tuple[str, str], Peer] = {}
 

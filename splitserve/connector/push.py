@@ -14,7 +14,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from splitserve.connector.base import PushDone, PushJob
+from splitserve.connector.base import Lender
+from splitserve.connector.jobs import PushDone, PushJob
 from splitserve.connector.landing import LandingZone
 from splitserve.connector.peers import Peers
 from splitserve.errors import SplitserveError, TransferFailed
@@ -38,6 +39,39 @@ class Zone:
     def link_to(self, pool: Segment) -> Link:
         """To copy from the zone into our own pool."""
         return link_here(self.segment, pool)
+
+
+class ZoneLender(Lender):
+    """Lends landings of a zone, if there is one."""
+
+    def __init__(self, worker_id: str, epoch: str, address: str, zone: Zone | None) -> None:
+        self._worker_id = worker_id
+        self._epoch = epoch
+        self._address = address
+        self._landings = zone.landings if zone else None
+
+    def lend(self, first: int, num_blocks: int) -> Landing | None:
+        lent = self._landings.lend(num_blocks) if self._landings else None
+        if lent is None:
+            return None
+        landing_id, blocks = lent
+        return Landing(landing_id, self._worker_id, self._epoch, self._address, first, blocks)
+
+    def give_back(self, landing: Landing) -> None:
+        assert self._landings is not None
+        self._landings.give_back(landing.landing_id)
+
+    @property
+    def num_quarantined(self) -> int:
+        return self._landings.num_quarantined if self._landings else 0
+
+    @property
+    def is_settled(self) -> bool:
+        return self._landings is None or self._landings.is_settled
+
+    def check(self) -> None:
+        if self._landings is not None:
+            self._landings.check()
 
 
 @dataclass(slots=True)

@@ -14,18 +14,21 @@ import selectors
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from splitserve.connector import endpoint
 from splitserve.errors import FormatMismatch, TransferFailed
 from splitserve.kv.format import KVFormat
+from splitserve.wire import Part
 
 log = logging.getLogger(__name__)
 
-SIDE_CHANNEL_VERSION = 2  # 2: the welcome carries the transport's card; landing zones
-_MAX_MESSAGE_BYTES = 1 << 16
+SIDE_CHANNEL_VERSION = 3
+"""2: the welcome carries the transport's card; landing zones. 3: Find; formats may be unequal."""
+_MAX_MESSAGE_BYTES = 1 << 22  # keys or digests of two million tokens
+_RECEIVE_BYTES = 1 << 16
 _MAX_DESCRIPTORS = 8
 _MAX_STRANGERS = 32  # connections over tcp that have not proved the token yet
 
@@ -39,16 +42,18 @@ class PeerHello(msgspec.Struct, frozen=True, tag="hello"):
     identity: bytes
     format: KVFormat
     to_zone: bool = False
+    is_question: bool = False  # the region is not wanted, only answers
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     """Accepted; the transport's descriptors come with it.
 
-    card: what opens the region, opaque to all but the transport.
+    card: what opens the region, opaque to all but the transport. format: of its blocks.
     """
 
     num_blocks: int
     card: bytes
+    format: KVFormat
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -87,8 +92,26 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     lease_id: str
 
 
-FromReader = PeerHello | Confirm | Done | Begin | Ended
-FromSource = Welcome | Refused | Confirmed | Begun
+class Find(msgspec.Struct, frozen=True, tag="find"):
+    """Which of these blocks, leading ones of a prompt, do you have? first: index of keys[0].
+
+    Several may be asked before the first is answered; number tells their answers apart.
+    """
+
+    number: int
+    keys: list[bytes]
+    first: int
+
+
+class FoundHere(msgspec.Struct, frozen=True, tag="found"):
+    """The answer, after the owner's step: leased blocks, or none."""
+
+    number: int
+    part: Part | None
+
+
+FromReader = PeerHello | Confirm | Done | Begin | Ended | Find
+FromSource = Welcome | Refused | Confirmed | Begun | FoundHere
 _encoder = msgspec.msgpack.Encoder()
 _from_reader = msgspec.msgpack.Decoder(FromReader)
 _from_source = msgspec.msgpack.Decoder(FromSource)
@@ -114,6 +137,8 @@ class SideChannelServer:
         self._closed = closed
         self._numbers = itertools.count()
         self._peers: dict[socket.socket, int] = {}  # a number for each connection, never used again
+        self._lock = threading.Lock()
+        self._connections: dict[int, socket.socket] = {}  # the other way round, under the lock
         self._token = token
         self._listener, self.address = endpoint.listen(host, name)
         self._selector = selectors.DefaultSelector()
@@ -124,6 +149,20 @@ class SideChannelServer:
         self._strangers: dict[socket.socket, endpoint.Challenge] = {}  # oldest first
         self._thread = threading.Thread(target=self._serve, name="kv-side-channel", daemon=True)
         self._thread.start()
+
+    def send(self, peer: int, message: FromSource) -> bool:
+        """Answer a connection later than at once; any thread. False if it is gone. It waits for
+        nothing else, so no two answers of it can mix."""
+        with self._lock:
+            connection = self._connections.get(peer)
+            if connection is None:
+                return False
+            try:
+                connection.sendall(_pack(message))
+            except OSError as error:
+                log.warning("side channel: an answer was lost: %s", error)
+                return False
+        return True
 
     def close(self) -> None:
         os.write(self._stop_write, b"x")
@@ -174,7 +213,9 @@ class SideChannelServer:
             connection.close()
             return
         self._buffers[connection] = bytearray()
-        self._peers[connection] = next(self._numbers)
+        peer = self._peers[connection] = next(self._numbers)
+        with self._lock:
+            self._connections[peer] = connection
         self._selector.register(connection, selectors.EVENT_READ)
 
     def _admit(self, connection: socket.socket, buffer: bytearray) -> None:
@@ -192,7 +233,7 @@ class SideChannelServer:
         if connection not in self._buffers:  # dropped since the selector saw it
             return
         try:
-            data = connection.recv(_MAX_MESSAGE_BYTES)
+            data = connection.recv(_RECEIVE_BYTES)
             if not data:
                 raise ConnectionError("closed")
             buffer = self._buffers[connection]
@@ -223,8 +264,11 @@ class SideChannelServer:
         self._buffers.pop(connection, None)
         self._strangers.pop(connection, None)
         self._selector.unregister(connection)
-        connection.close()
         peer = self._peers.pop(connection, None)
+        with self._lock:
+            if peer is not None:
+                del self._connections[peer]
+            connection.close()
         if peer is not None:
             self._closed(peer)
 
@@ -236,6 +280,7 @@ class SideChannel:
         self, address: str, hello: PeerHello, timeout_s: float, token: bytes = b""
     ) -> None:
         self._lock = threading.Lock()
+        self._unread = bytearray()
         try:
             self._socket = endpoint.connect(address, token, timeout_s)
         except OSError as error:
@@ -251,6 +296,7 @@ class SideChannel:
             raise FormatMismatch(f"The source refused the handshake: {reason}")
         self.num_blocks = reply.num_blocks
         self.card = reply.card
+        self.format = reply.format
 
     def confirm(self, lease_id: str) -> bool:
         """The source's word that the lease held until now; False also if it can't be reached."""
@@ -273,6 +319,23 @@ class SideChannel:
             self.close()
             return False
         return isinstance(reply, Begun) and reply.granted
+
+    def find(self, questions: Sequence[tuple[list[bytes], int]]) -> list[Part | None]:
+        """What the source lends us of the blocks of each (keys, first), asked all at once; raise
+        TransferFailed if it does not answer them all in time."""
+        answers: dict[int, Part | None] = {}
+        try:
+            with self._lock:
+                for number, (keys, first) in enumerate(questions):
+                    self._socket.sendall(_pack(Find(number, keys, first)))
+                while len(answers) < len(questions):
+                    reply, _ = self._receive()
+                    if isinstance(reply, FoundHere):
+                        answers[reply.number] = reply.part
+        except OSError as error:
+            self.close()
+            raise TransferFailed(f"The source did not answer ({error}).") from error
+        return [answers[number] for number in range(len(questions))]
 
     def ended(self, landing_id: str) -> None:
         """Tell the owner; if it is gone, so is the landing."""
@@ -305,17 +368,26 @@ class SideChannel:
     def _exchange(self, message: FromReader) -> tuple[FromSource, list[int]]:
         with self._lock:
             self._socket.sendall(_pack(message))
-            data, descriptors, _, _ = socket.recv_fds(
-                self._socket, _MAX_MESSAGE_BYTES, _MAX_DESCRIPTORS
-            )
-            while data and (len(data) < 4 or len(data) < 4 + struct.unpack_from("<I", data)[0]):
-                more = self._socket.recv(_MAX_MESSAGE_BYTES)
-                if not more:
-                    break
-                data += more
-        if not data:
-            raise ConnectionError("the source closed the connection")
+            return self._receive()
+
+    def _unread_size(self) -> int:
+        """Of the message that begins the unread bytes, as far as that is known."""
+        if len(self._unread) < 4:
+            return 4
+        return 4 + int(struct.unpack_from("<I", self._unread)[0])
+
+    def _receive(self) -> tuple[FromSource, list[int]]:
+        """The next message; what came with it of the one after is kept. Raise OSError."""
+        descriptors: list[int] = []
+        while len(self._unread) < (size := self._unread_size()):
+            data, passed, _, _ = socket.recv_fds(self._socket, _RECEIVE_BYTES, _MAX_DESCRIPTORS)
+            descriptors += passed
+            if not data:
+                raise ConnectionError("the source closed the connection")
+            self._unread += data
+        payload = bytes(self._unread[4:size])
+        del self._unread[:size]
         try:
-            return _from_source.decode(data[4:]), descriptors
+            return _from_source.decode(payload), descriptors
         except msgspec.MsgspecError as error:
             raise ConnectionError(f"an unreadable answer: {error}") from error

@@ -12,10 +12,23 @@ from dataclasses import dataclass, field
 
 from splitserve import wire
 from splitserve.clock import Clock
-from splitserve.connector.base import Connector, FetchDone, PushDone, SealDone
-from splitserve.engine.handoff import LayerPush, Reader, Source
+from splitserve.connector.base import Connector
+from splitserve.connector.jobs import (
+    Asked,
+    Event,
+    FetchDone,
+    FoundDone,
+    PushDone,
+    SaveDone,
+    SealDone,
+)
+from splitserve.engine.asks import Asks
+from splitserve.engine.keeping import Keeping
+from splitserve.engine.loading import Loader
+from splitserve.engine.reader import Reader
 from splitserve.engine.scheduler import Drawn, Scheduler
 from splitserve.engine.sequence import Sequence, Status
+from splitserve.engine.source import LayerPush, Source
 from splitserve.engine.step import PlanItem, Runner, StepPlan, StepResult
 from splitserve.errors import DeviceLost, SplitserveError, WorkerFault
 from splitserve.kv.keys import root_key
@@ -31,6 +44,8 @@ class Outbox:
 
     tokens: list[wire.Token] = field(default_factory=list)
     notices: list[wire.Notice] = field(default_factory=list)
+    cached: list[bytes] = field(default_factory=list)
+    evicted: list[bytes] = field(default_factory=list)
     step_s: float = 0.0
     step_tokens: int = 0
 
@@ -56,8 +71,11 @@ class Engine:
         self.outbox = Outbox()
         self._identity = identity
         self._sequences: dict[str, Sequence] = {}
-        self.source = Source(scheduler, connector, clock, self._tell)
+        self.keeping = Keeping(scheduler.pool, connector)
+        self.source = Source(scheduler, connector, self.keeping, clock, self._tell)
         self.reader = Reader(scheduler, connector, clock, self._tell, self._sequences)
+        self.loader = Loader(scheduler, connector, self._tell, self._sequences)
+        self.asks = Asks(scheduler, connector, clock)
         self._leases_by_request: dict[str, str] = {}
         self._num_arrived = 0
         self.flush: Callable[[], None] = lambda: None
@@ -93,7 +111,8 @@ class Engine:
                 self._end(sequence.request_id, "error", error.code, error.message)
             return
         self._sequences[sequence.request_id] = sequence
-        self.scheduler.add(sequence)
+        if not self.loader.begin(sequence, message.hints):
+            self.scheduler.add(sequence)
 
     def _check_submit(self, sequence: Sequence) -> None:
         if sequence.request_id in self._sequences:
@@ -142,22 +161,38 @@ class Engine:
         now = self.clock.now()
         self._collect_leases(now)
         for event in self.connector.worker.poll():
-            match event:
-                case SealDone():
-                    self.source.on_sealed(event)
-                case PushDone():
-                    self.source.on_pushed(event)
-                case FetchDone():
-                    self.reader.on_fetched(event)
+            self._take_event(event)
         self.reader.admit(now)
+        self._note_changes(computed=False)
+
+    def _take_event(self, event: Event) -> None:
+        match event:
+            case SealDone():
+                if not self.asks.on_sealed(event):
+                    self.source.on_sealed(event)
+            case PushDone():
+                self.source.on_pushed(event)
+            case FetchDone():
+                if self.scheduler.end_job(event.request_id):
+                    sequence = self._sequences[event.request_id]
+                    taker = self.reader if sequence.found is None else self.loader
+                    taker.on_fetched(sequence, event)
+            case FoundDone():
+                self.loader.on_found(event)
+            case SaveDone():
+                self.keeping.on_saved(event)
+                self.source.on_saved(event)
+            case Asked():
+                self.asks.on_asked(event)
 
     def step(self) -> bool:
         """One step, if there is anything to compute. False: wait for something from outside."""
         now = self.clock.now()
         plan = self.scheduler.schedule(now)
         self._tell_preempted()
+        is_any_ready = self.loader.start()
         if not plan.items:
-            return False
+            return is_any_ready
         if self._tell_started(plan, now):
             self.flush()  # a decode worker can get ready while this step is computed
         plan, result = self._execute(plan, self.source.layers_of(plan, self._sequences))
@@ -166,6 +201,8 @@ class Engine:
             self._tell_drawn(drawn, after)
         for filled in self.scheduler.lending.take_filled():
             self.source.seal(filled.sequence, filled.lease, filled.blocks)
+        self._note_changes(computed=True)
+        self.loader.speeds.note_step(plan.num_tokens, after - now)
         self.outbox.step_s += after - now
         self.outbox.step_tokens += plan.num_tokens
         return True
@@ -184,7 +221,8 @@ class Engine:
             free_blocks=scheduler.pool.num_available,
             leased_blocks=scheduler.pool.num_leased(),
             quarantined_blocks=scheduler.pool.num_quarantined,
-            landing_blocks_quarantined=self.connector.worker.num_quarantined,
+            landing_blocks_quarantined=self.connector.lender.num_quarantined,
+            blocks_unsaved=self.keeping.num_unsaved,
             quarantine_age_s=scheduler.pool.quarantine_age_s(self.clock.now()),
             total_blocks=scheduler.pool.num_blocks,
             waiting_tokens=sum(x.num_remaining for x in waiting if not x.is_decoding),
@@ -194,10 +232,11 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing queued, running, fetching, leased or in quarantine."""
+        """Nothing queued, running, fetching, leased, saved or in quarantine."""
         return (
             not self._sequences
-            and self.connector.worker.is_settled
+            and self.connector.lender.is_settled
+            and self.keeping.is_settled
             and self.scheduler.leases.is_settled
             and not self.scheduler.pool.num_quarantined
         )
@@ -206,13 +245,18 @@ class Engine:
         """Assert the invariants; when idle, also that every block is free or cached."""
         self._collect_leases(self.clock.now())
         self.scheduler.check()
-        self.connector.worker.check()
+        self.connector.lender.check()
         if self.is_idle:
             counts = self.scheduler.pool.counts()
             assert counts["free"] + counts["cached"] == self.scheduler.pool.num_blocks, counts
             assert not self._leases_by_request, self._leases_by_request
 
     # --- inside
+
+    def _note_changes(self, *, computed: bool) -> None:
+        cached, evicted = self.keeping.note_changes(computed=computed)
+        self.outbox.cached += cached
+        self.outbox.evicted += evicted
 
     def _collect_leases(self, now: float) -> None:
         for lease in self.scheduler.collect_leases(now):
@@ -294,6 +338,7 @@ class Engine:
 
     def _drop(self, sequence: Sequence) -> None:
         """It has left `_sequences`: nothing of it stays."""
+        self.loader.forget(sequence)
         self.scheduler.abort(sequence, self.clock.now())
         if sequence.leg is wire.Leg.PREFILL:
             self.source.end_push(sequence)

@@ -52,6 +52,12 @@ class Lending:
         sequence.table.free()
         return lease
 
+    def lend_cached(self, request_id: str, blocks: list[int], now_s: float, term_s: float) -> Lease:
+        """Lease blocks of the prefix cache to another worker that asked for them."""
+        for block in blocks:
+            self._pool.retain(block, Ref.LEASED)
+        return self._leases.grant(request_id, list(blocks), now_s, now_s + term_s)
+
     def take_back(self, sequence: Sequence) -> None:
         """End a leg's lease, if it has one: nobody may read by it any more."""
         if sequence.lease is not None:

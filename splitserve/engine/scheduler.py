@@ -73,6 +73,7 @@ class Scheduler:
         self.fetching: dict[str, Sequence] = {}
         self.running: list[Sequence] = []  # oldest first
         self.preempted: list[Sequence] = []  # since the last `take_preempted`
+        self._loading: list[Sequence] = []  # since the last `take_loading`
         self.num_preemptions = 0
         self._orphans: dict[str, _Orphan] = {}  # fetches of aborted sequences
         self._mean_output = 64.0  # moving mean of what answers turned out to need
@@ -154,13 +155,17 @@ class Scheduler:
             self._num_active and num_missing + growth > available - self._reserve()
         ):
             return False
+        sequence.started_s = now_s
+        self._hold(sequence, hits, num_missing, num_blocks)
+        return True
+
+    def _hold(self, sequence: Sequence, hits: list[int], num_missing: int, num_wanted: int) -> None:
+        """Reserve blocks for a sequence of whose KV `num_wanted` leading blocks are to come."""
         sequence.table.adopt(hits)
         sequence.held = self.pool.allocate(num_missing, Ref.HELD)
-        sequence.incoming = Incoming(len(hits), num_blocks, len(hits))
+        sequence.incoming = Incoming(len(hits), num_wanted, len(hits), len(hits))
         sequence.status = Status.FETCHING
-        sequence.started_s = now_s
         self.fetching[sequence.request_id] = sequence
-        return True
 
     def end_job(self, request_id: str) -> bool:
         """One of a fetch's jobs is over. False if its sequence was aborted before."""
@@ -173,14 +178,15 @@ class Scheduler:
             del self._orphans[request_id]
         return False
 
-    def end_fetch(self, sequence: Sequence) -> None:
-        """All the KV is there: the sequence runs."""
+    def end_fetch(self, sequence: Sequence, num_tokens: int) -> None:
+        """KV of positions [0, num_tokens) is there: the sequence runs, and computes the rest."""
         del self.fetching[sequence.request_id]
-        assert sequence.offer is not None
         held, sequence.held = sequence.held, []
-        sequence.incoming = None
+        sequence.incoming = sequence.found = None
         sequence.table.append_held(held)
-        sequence.num_computed = sequence.offer.num_tokens
+        sequence.num_computed = num_tokens
+        if sequence.leg is not Leg.DECODE and sequence.cached_tokens is None:
+            sequence.cached_tokens = num_tokens
         if self.config.prefix_cache:
             sequence.table.seal(sequence.tokens, sequence.num_computed)
         self._run(sequence)
@@ -191,13 +197,14 @@ class Scheduler:
         """Plan the next step; empty if nothing can run."""
         items: dict[str, PlanItem] = {}
         if self.config.chunked_prefill:
-            budget = self._plan_running(items, self.config.max_batched_tokens, decodes=True)
-            budget = self._plan_running(items, budget, decodes=False)
+            budget = self._plan_running(items, self.config.max_batched_tokens, now_s, decodes=True)
+            budget = self._plan_running(items, budget, now_s, decodes=False)
             self._admit(items, budget, now_s)
         else:
-            self._admit(items, self.config.max_batched_tokens, now_s)
+            budget = self._plan_running(items, self.config.max_batched_tokens, now_s, decodes=False)
+            self._admit(items, budget, now_s)
             if not items:
-                self._plan_running(items, self.config.max_sequences, decodes=True)
+                self._plan_running(items, self.config.max_sequences, now_s, decodes=True)
         return StepPlan(list(items.values()))
 
     def update(self, plan: StepPlan, result: StepResult, now_s: float) -> list[Drawn]:
@@ -239,7 +246,15 @@ class Scheduler:
         taken, self.preempted = self.preempted, []
         return taken
 
-    def _plan_running(self, items: dict[str, PlanItem], budget: int, *, decodes: bool) -> int:
+    def take_loading(self) -> list[Sequence]:
+        """Legs that got blocks for what was found of their prompts, since the last call. Each must
+        be answered by `end_fetch` or `abort`."""
+        taken, self._loading = self._loading, []
+        return [sequence for sequence in taken if sequence.status is Status.FETCHING]
+
+    def _plan_running(
+        self, items: dict[str, PlanItem], budget: int, now_s: float, *, decodes: bool
+    ) -> int:
         """Add running sequences, oldest first: the decoding ones or the others. Returns what is
         left of the budget."""
         for sequence in list(self.running):
@@ -251,6 +266,8 @@ class Scheduler:
                 continue
             count = min(sequence.num_remaining, budget)
             if self._make_room(sequence, sequence.num_computed + count, items):
+                if sequence.started_s is None:  # it was loaded until now
+                    sequence.started_s = now_s
                 items[sequence.request_id] = self._item(sequence, count)
                 budget -= count
         return budget
@@ -273,6 +290,12 @@ class Scheduler:
             if missing + (len(self.running) if self._num_active else 0) > available:
                 break
             self.waiting.popleft()
+            if sequence.found is not None:
+                num_wanted = max(len(hits), sequence.found.stop)
+                num_blocks = sequence.table.num_needed(len(sequence.tokens))
+                self._hold(sequence, hits, num_blocks - len(hits), num_wanted)
+                self._loading.append(sequence)
+                continue
             sequence.table.adopt(hits)
             sequence.num_computed = num_hit
             if sequence.cached_tokens is None:
@@ -312,7 +335,7 @@ class Scheduler:
         victim.table.free()
         victim.num_computed = 0
         victim.status = Status.WAITING
-        victim.offer = None
+        victim.offer = victim.found = None
         victim.grain = Grain.REQUEST
         self.lending.take_back(victim)  # its own lease could keep it from being admitted again
         self.num_preemptions += 1
@@ -418,6 +441,7 @@ class Scheduler:
         """Assert the invariants of queues, blocks and leases (design §5: 1, 2)."""
         self.pool.check()
         self.leases.check()
+        assert not self._loading, "a load was admitted and not begun"
         for sequence in (*self.waiting, *self.fetch_queue):
             assert not sequence.table.blocks, "a waiting sequence holds blocks"
         for sequence in self.running:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from splitserve.connector.jobs import FetchDone
 from splitserve.kv.lease import Lease
 from splitserve.kv.table import BlockTable
 from splitserve.sampling import Sampling
@@ -20,15 +21,41 @@ class Status(enum.Enum):
 
 @dataclass(slots=True)
 class Incoming:
-    """KV on its way into a decode leg: what was asked for, what is still to come."""
+    """KV on its way into a leg: what was asked for, what is still to come."""
 
     num_hits: int  # leading blocks that were here already
-    num_blocks: int  # of the whole handoff
+    num_blocks: int  # that are to be here in the end; the leg computes those beyond itself
     num_asked: int  # leading blocks that are here or that a job brings
+    num_there: int  # leading blocks that are here: all that was asked, unless a store lacked one
+    is_short: bool = False  # it did: what came after is of no use
     num_jobs: int = 0  # that have not ended
     num_bytes: int = 0
     seconds: float = 0.0
     proof: str = "local"
+
+    def note(self, event: FetchDone) -> None:
+        """One of the jobs succeeded, as far as its source could."""
+        self.num_bytes += event.num_bytes
+        self.seconds += event.seconds
+        self.proof = event.proof or self.proof
+        if not self.is_short:
+            self.num_there += event.num_blocks
+            self.is_short = event.num_blocks < event.num_asked
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Leading blocks of a leg's prompt that need not be computed: blocks [first, first + num) are
+    in the store by their keys, or leased to us by another worker as `part`."""
+
+    first: int
+    num_blocks: int
+    source: str  # for a person: a worker's id, or the store
+    part: Part | None = None
+
+    @property
+    def stop(self) -> int:
+        return self.first + self.num_blocks
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +72,7 @@ class Sequence:
     arrived_s: float
     deadline_s: float
     offer: Offer | None = None
+    found: Found | None = None  # to be loaded before the leg computes
     grain: Grain = Grain.REQUEST
     tokens: list[int] = field(default_factory=list)
     num_computed: int = 0  # KV of positions [0, num_computed) is in the blocks

@@ -22,6 +22,7 @@ from splitserve.gateway.rates import Rates
 from splitserve.kv.format import ModelIdentity
 from splitserve.router.candidates import Candidate
 from splitserve.router.grain import KVShape
+from splitserve.router.prefix_index import PrefixIndex
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class WorkerHandle:
     num_frames: int = 0
     step_s: float = 0.0  # engine time, summed
     num_step_tokens: int = 0
+    tiers: list[wire.TierView] = field(default_factory=list)
 
     @property
     def worker_id(self) -> str:
@@ -81,6 +83,9 @@ class WorkerHub:
         self.draining: set[str] = set()
         self.num_gaps = 0
         self.rates = Rates()
+        self.index = PrefixIndex()
+        self.num_hints_failed = 0
+        self.identity_digest = identity.digest()
         self._clock = clock
         self._identity = identity
         self._expected: dict[str, str] = {}
@@ -126,6 +131,7 @@ class WorkerHub:
         if handle is None or handle.hello.epoch != epoch:
             return
         del self.workers[worker_id]
+        self.index.drop(worker_id)
         waiter = self._check_waiters.pop(worker_id, None)
         if waiter is not None and not waiter.done():
             waiter.set_exception(
@@ -146,7 +152,10 @@ class WorkerHub:
         ]
 
     def kv_shape(self) -> KVShape | None:
-        """Of a worker that prefills; None if there is none."""
+        """Of a worker that prefills; None if there is none, or who decodes has another format: its
+        blocks are converted, which is done for a whole handoff."""
+        if len({handle.hello.format for handle in self.workers.values()}) > 1:
+            return None
         for handle in self.workers.values():
             if handle.hello.role is not wire.Role.DECODE:
                 kv_format = handle.hello.format
@@ -295,6 +304,9 @@ class WorkerHub:
         handle.view = frame.view
         handle.step_s += frame.step_s
         handle.num_step_tokens += frame.step_tokens
+        handle.tiers = frame.tiers or handle.tiers
+        self.index.add(handle.worker_id, frame.cached)
+        self.index.remove(handle.worker_id, frame.evicted)
         legs = handle.legs
         for token in frame.tokens:
             leg = legs.get(token.request_id)

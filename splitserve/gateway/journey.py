@@ -24,8 +24,10 @@ from splitserve.errors import (
     WorkerLost,
 )
 from splitserve.gateway.early import EarlyDecode
+from splitserve.gateway.hints import Hints
 from splitserve.gateway.hub import WorkerHub
 from splitserve.gateway.legs import HeldOffer, LegLost, LegStream
+from splitserve.gateway.noting import note_fetched, note_loaded, note_prefilled, note_started
 from splitserve.moments import Moment, Timeline
 from splitserve.router.candidates import Candidate
 from splitserve.router.grain import decide_grain
@@ -70,6 +72,7 @@ class Journey:
         self._hub = hub
         self._config = config
         self._clock = clock
+        self._hints = Hints(hub, hub.identity_digest, request.salt)
         self._num_legs = 0
         self._num_failed_transfers = 0
         self._changed = asyncio.Event()
@@ -193,7 +196,7 @@ class Journey:
                 match item:
                     case wire.Started():
                         started = True
-                        self._note_started(stream, item)
+                        note_started(self.timeline, stream, item)
                         # a prompt of one step has its token by now: nothing to hide behind
                         is_over = len(self.output_ids) > stream.num_known
                         if early is not None and not early.is_open and not is_over:
@@ -203,11 +206,12 @@ class Journey:
                             early.deliver(part)
                             self.timeline.num_parts = early.num_parts
                     case wire.PrefillEnded():
-                        start_s = self.timeline.last(Moment.PREFILL_STARTED) or stream.opened_s
-                        self.timeline.mark(
-                            Moment.PREFILL_ENDED, start_s + item.prefill_s, stream.worker_id
-                        )
-                        self._hub.rates.note_prefill(item.computed_tokens, item.prefill_s)
+                        note_prefilled(self.timeline, self._hub, stream, item)
+                    case wire.Loaded():
+                        note_loaded(self.timeline, self._hub, item)
+                    case wire.HintFailed():
+                        self._hints.note_failed(item, self._tokens)
+                        self.timeline.num_hints_failed += 1
                     case wire.Token():
                         started = True
                         self._take_token(item, stream)
@@ -273,7 +277,7 @@ class Journey:
                 case wire.FetchEnded():
                     transfer_end_s = None
                     held.settle(release=False)
-                    self._note_fetched(stream, item)
+                    note_fetched(self.timeline, self._hub, stream, item, self._clock.now())
                 case wire.FetchFailed(reason=reason):
                     held.settle(release=True)
                     self._num_failed_transfers += 1
@@ -318,10 +322,27 @@ class Journey:
             deadline_s=self._arrived_s + self._config.deadlines.total_s - now,
             grain=grain,
             push=push,
+            hints=self._make_hints(worker_id, leg, now),
         )
         self._num_legs += 1
-        pending = 0 if leg is Leg.DECODE else len(request.prompt_ids) + len(self.output_ids)
+        pending = 0 if leg is Leg.DECODE else len(self._tokens)
         return LegStream(self._hub, worker_id, submit, pending, now)
+
+    def _make_hints(self, worker_id: str, leg: Leg, now_s: float) -> list[wire.Hint]:
+        """Who has leading blocks that a leg would compute: with the reason in the timeline."""
+        if leg is Leg.DECODE or not self._config.hints:
+            return []
+        hints = self._hints.make(worker_id, self._tokens, now_s)
+        for hint in hints:
+            self.timeline.notes.append(
+                f"hint: {hint.worker_id} has {hint.num_blocks} blocks, fetch "
+                f"{hint.fetch_s * 1e3:.1f} ms, recompute {hint.recompute_s * 1e3:.1f} ms"
+            )
+        return hints
+
+    @property
+    def _tokens(self) -> list[int]:
+        return self.request.prompt_ids + self.output_ids
 
     async def _pick(self, leg: Leg) -> str:
         while True:
@@ -392,22 +413,6 @@ class Journey:
             raise WorkerFault(end.message)
         self.end_reason = end.reason
         self._changed.set()
-
-    def _note_started(self, stream: LegStream, started: wire.Started) -> None:
-        at_s = stream.opened_s + started.queued_s
-        self.timeline.mark(Moment.PREFILL_STARTED, at_s, stream.worker_id)
-        if self.timeline.cached_tokens is None:
-            self.timeline.cached_tokens = started.cached_tokens
-
-    def _note_fetched(self, stream: LegStream, fetched: wire.FetchEnded) -> None:
-        """The transfer's end, on our clock: a handoff by parts stood still between them."""
-        timeline = self.timeline
-        timeline.mark(Moment.TRANSFER_ENDED, self._clock.now(), stream.worker_id)
-        timeline.transfer_s = fetched.transfer_s
-        timeline.transfer_bytes += fetched.num_bytes
-        timeline.reused_tokens = fetched.reused_tokens
-        timeline.transfer_proof = fetched.proof
-        self._hub.rates.note_transfer(fetched.num_bytes, fetched.transfer_s)
 
     def _count_retry(self, reason: str) -> None:
         """Spend one retry of the budget, or raise WorkerLost."""

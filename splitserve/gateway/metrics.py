@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from splitserve.gateway.hub import WorkerHub
 from splitserve.gateway.journey import Journey
-from splitserve.wire import View
+from splitserve.wire import TierView, View
 
 _LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
@@ -50,6 +50,18 @@ class Metrics:
             "End of prefill to end of the transfer: what no prefill hid.",
             _TOKEN_BUCKETS,
         )
+        self.loads = Counter(
+            "splitserve_kv_loads",
+            "Prompts of which KV came from elsewhere before prefill, by source: worker or store.",
+            ["source"],
+            registry=self.registry,
+        )
+        self.loaded_tokens = Counter(
+            "splitserve_kv_loaded_tokens",
+            "Prompt tokens that were not computed since their KV was had, by source.",
+            ["source"],
+            registry=self.registry,
+        )
         self.negative_spans = self._counter(
             "splitserve_negative_spans", "Spans of a timeline below zero: each is a bug."
         )
@@ -80,6 +92,10 @@ class Metrics:
             self.ttft.observe(timeline.ttft_s)
         if timeline.tpot_s is not None:
             self.tpot.observe(timeline.tpot_s)
+        if timeline.loaded_tokens:
+            source = "store" if timeline.loaded_from == "store" else "worker"
+            self.loads.labels(source).inc()
+            self.loaded_tokens.labels(source).inc(timeline.loaded_tokens)
         if timeline.transfer_proof:
             self.transfers.inc()
             self.transfer_bytes.inc(timeline.transfer_bytes)
@@ -128,6 +144,11 @@ class _WorkerCollector(Collector):
                 lambda v: v.quarantine_age_s,
             ),
             ("kv_blocks", "Blocks in the pool.", lambda v: v.total_blocks),
+            (
+                "kv_unsaved_blocks",
+                "Blocks that the store did not take, of the worker that lives now.",
+                lambda v: v.blocks_unsaved,
+            ),
         )
         for name, text, read in gauges:
             family = GaugeMetricFamily(f"splitserve_worker_{name}", text, labels=["worker"])
@@ -142,6 +163,7 @@ class _WorkerCollector(Collector):
         for worker_id, view in views.items():
             preemptions.add_metric([worker_id], view.preemptions)
         yield preemptions
+        yield from self._tiers()
         restarts = CounterMetricFamily(
             "splitserve_worker_restarts", "Deaths of a worker.", labels=["worker"]
         )
@@ -149,5 +171,40 @@ class _WorkerCollector(Collector):
             restarts.add_metric([worker_id], num)
         yield restarts
         yield CounterMetricFamily(
+            "splitserve_kv_hints_failed",
+            "Hints at workers that had fewer blocks than they had told, or could not be asked.",
+            value=self._hub.num_hints_failed,
+        )
+        yield CounterMetricFamily(
             "splitserve_frame_gaps", "Gaps in the numbering of frames.", value=self._hub.num_gaps
         )
+
+    def _tiers(self) -> Iterable[Metric]:
+        """Of the store, as each worker that lives now sees it."""
+        counters: tuple[tuple[str, str, Callable[[TierView], float]], ...] = (
+            ("hits", "Blocks loaded.", lambda v: v.hits),
+            ("misses", "Loads that stopped at a block that was not there.", lambda v: v.misses),
+            ("saved", "Blocks saved.", lambda v: v.saved),
+            ("evicted", "Blocks evicted to keep the limit.", lambda v: v.evicted),
+            ("corrupt", "Blocks found truncated or wrong, and removed.", lambda v: v.corrupt),
+            ("errors", "Calls that failed: the tier can't be reached.", lambda v: v.errors),
+        )
+        labels = ["worker", "tier"]
+        views = [
+            ([name, tier.name], tier)
+            for name, handle in self._hub.workers.items()
+            for tier in handle.tiers
+        ]
+        for name, text, read in counters:
+            family = CounterMetricFamily(f"splitserve_store_{name}", text, labels=labels)
+            for values, tier in views:
+                family.add_metric(values, read(tier))
+            yield family
+        for name, text, read in (
+            ("bytes", "Bytes of blocks that are there.", lambda v: v.num_bytes),
+            ("broken", "1 while the tier is left out.", lambda v: float(v.is_broken)),
+        ):
+            gauge = GaugeMetricFamily(f"splitserve_store_{name}", text, labels=labels)
+            for values, tier in views:
+                gauge.add_metric(values, read(tier))
+            yield gauge

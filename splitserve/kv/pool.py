@@ -17,6 +17,7 @@ from __future__ import annotations
 import enum
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 
 class OutOfBlocks(Exception):
@@ -29,6 +30,14 @@ class Ref(enum.Enum):
     USED = 0
     HELD = 1
     LEASED = 2
+
+
+@dataclass(slots=True)
+class CacheChanges:
+    """What entered the prefix cache (key and block) and which keys left it, in order of each."""
+
+    sealed: list[tuple[bytes, int]] = field(default_factory=list)
+    evicted: list[bytes] = field(default_factory=list)
 
 
 class BlockPool:
@@ -44,6 +53,7 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._quarantined: dict[int, float] = {}
         self._num_leased = 0
+        self._changes = CacheChanges()
 
     # --- counts
 
@@ -131,6 +141,7 @@ class BlockPool:
         assert key is not None
         del self._index[key]
         self._keys[block] = None
+        self._changes.evicted.append(key)
         return block
 
     # --- the prefix cache
@@ -143,7 +154,17 @@ class BlockPool:
             return False
         self._keys[block] = key
         self._index[key] = block
+        self._changes.sealed.append((key, block))
         return True
+
+    def holds(self, key: bytes) -> bool:
+        """Whether the prefix cache has a block of this key."""
+        return key in self._index
+
+    def take_changes(self) -> CacheChanges:
+        """Of the prefix cache, since the last call. A block sealed since then may be evicted."""
+        taken, self._changes = self._changes, CacheChanges()
+        return taken
 
     def lookup(self, keys: Iterable[bytes]) -> list[int]:
         """Blocks of the longest prefix of `keys` that is here. Takes no reference."""

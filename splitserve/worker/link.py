@@ -68,7 +68,7 @@ class GatewayLink:
             except (msgspec.MsgspecError, FormatMismatch) as error:
                 log.error("unreadable message from the gateway: %s", error)
 
-    def send_frame(self, outbox: Outbox, view: wire.View) -> None:
+    def send_frame(self, outbox: Outbox, view: wire.View, tiers: list[wire.TierView]) -> None:
         frame = wire.Frame(
             self._next_number,
             outbox.tokens,
@@ -76,6 +76,9 @@ class GatewayLink:
             view,
             outbox.step_s,
             outbox.step_tokens,
+            tiers,
+            outbox.cached,
+            outbox.evicted,
         )
         self._next_number += 1
         self._frames.append(frame)

@@ -7,6 +7,7 @@ and, when idle, every 250 ms.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import logging
 import os
 import signal
@@ -15,8 +16,10 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Protocol
 
+import msgspec
+
 from splitserve import wire
-from splitserve.clock import MonotonicClock
+from splitserve.clock import Clock, MonotonicClock
 from splitserve.connector.base import Connector, Staging
 from splitserve.connector.landing import LandingZone
 from splitserve.connector.offers import P2PConfig
@@ -30,6 +33,8 @@ from splitserve.faults import Faults
 from splitserve.kv.format import KVFormat, ModelIdentity
 from splitserve.kv.lease import LeaseTable
 from splitserve.kv.pool import BlockPool
+from splitserve.store.chain import KVStore
+from splitserve.store.registry import make_tier
 from splitserve.transport.registry import LOOPBACK, make_transport
 from splitserve.transport.segment import Segment
 from splitserve.worker.link import GatewayLink
@@ -38,6 +43,7 @@ from splitserve.worker.spec import WorkerSpec
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.25
+TIERS_PERIOD_S = 1.0
 _CLONE_NEWNET = 0x40000000
 
 
@@ -81,6 +87,7 @@ class Worker:
         identity = model.identity
         self._link = GatewayLink(spec.gateway, f"{spec.worker_id}/{spec.epoch}")
         leases = LeaseTable(spec.epoch, spec.lease_term_s)
+        self._store = _make_store(spec, identity, kv_format, clock)
         self._faults = Faults(spec.faults.replace("{worker}", spec.worker_id))
         self._connector: Connector = make_p2p(
             P2PConfig(
@@ -91,6 +98,7 @@ class Worker:
                 spec.digests,
                 spec.host,
                 spec.token.encode(),
+                spec.by_store,
             ),
             make_transport(spec.transport, self._segment, spec.host or LOOPBACK),
             self._segment,
@@ -100,6 +108,7 @@ class Worker:
             self._faults,
             made.staging,
             _make_zone(spec, kv_format) if spec.zone_blocks else None,
+            self._store,
         )
         scheduler = Scheduler(
             SchedulerConfig(
@@ -117,6 +126,7 @@ class Worker:
         self._no_cancel = threading.Event()
         self._stopping = False
         self._last_frame_s = clock.now()
+        self._last_tiers_s = float("-inf")
         self._link.say_hello(
             wire.Hello(
                 worker_id=spec.worker_id,
@@ -186,8 +196,28 @@ class Worker:
         now = self._clock.now()
         outbox = self.engine.take_outbox()
         if progressed or outbox or now - self._last_frame_s >= HEARTBEAT_S:
-            self._link.send_frame(outbox, self.engine.view())
+            self._link.send_frame(outbox, self.engine.view(), self._tiers(now))
             self._last_frame_s = now
+
+    def _tiers(self, now: float) -> list[wire.TierView]:
+        """How the store is, now and then."""
+        if self._store is None or now - self._last_tiers_s < TIERS_PERIOD_S:
+            return []
+        self._last_tiers_s = now
+        return [
+            wire.TierView(
+                name=one.name,
+                num_bytes=one.tier.num_bytes,
+                hits=one.tier.hits,
+                misses=one.tier.misses,
+                saved=one.tier.saved,
+                evicted=one.tier.evicted,
+                corrupt=one.tier.corrupt,
+                errors=one.errors,
+                is_broken=one.is_broken,
+            )
+            for one in self._store.stats().tiers
+        ]
 
     def _patience_s(self) -> float:
         """How long nothing can happen without a message or a wake."""
@@ -207,6 +237,19 @@ def _make_zone(spec: WorkerSpec, kv_format: KVFormat) -> Zone:
     segment = Segment.create(spec.zone_blocks, kv_format.block_bytes, "splitserve-zone")
     transport = make_transport(spec.transport, segment, spec.host or LOOPBACK)
     return Zone(segment, transport, LandingZone(spec.epoch, spec.zone_blocks))
+
+
+def _make_store(
+    spec: WorkerSpec, identity: ModelIdentity, kv_format: KVFormat, clock: Clock
+) -> KVStore | None:
+    """The cluster's store as this worker sees it: blocks of its model and format (design 3.1)."""
+    if not spec.tiers:
+        return None
+    namespace = hashlib.blake2b(
+        identity.digest() + msgspec.json.encode(kv_format), digest_size=16
+    ).digest()
+    tiers = [make_tier(tier, namespace, kv_format.block_bytes) for tier in spec.tiers]
+    return KVStore(tiers, clock)
 
 
 def _enter_network(path: str) -> None:

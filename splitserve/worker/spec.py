@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from splitserve.store.registry import TierSpec
 from splitserve.wire import Role
 
 
@@ -28,6 +29,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lease_term_s: float = 30.0
     digests: str = "full"
     transport: str = "shm"
+    tiers: tuple[TierSpec, ...] = ()  # of the cluster's store, if it has one
+    by_store: bool = False  # KV is handed over through it
     host: str = ""  # where peers reach its KV by the network; empty: they are on this host
     netns: str = ""  # path of the network namespace it moves into, before it opens a socket
     token: str = ""  # the cluster's: peers prove to have it

@@ -30,7 +30,9 @@ def name() -> str:
 
 
 def welcome(message: object, peer: int) -> tuple[Welcome | Confirmed, list[int]]:
-    return (Confirmed(True) if isinstance(message, Confirm) else Welcome(7, b"card")), []
+    return (
+        Confirmed(True) if isinstance(message, Confirm) else Welcome(7, b"card", HELLO.format)
+    ), []
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
@@ -92,7 +94,7 @@ def test_a_source_without_the_token_is_not_believed() -> None:
 
 
 def test_a_look_at_a_living_peer_takes_no_time() -> None:
-    server = SideChannelServer(name(), lambda message, peer: (Welcome(1, b""), []))
+    server = SideChannelServer(name(), lambda message, peer: (Welcome(1, b"", HELLO.format), []))
     channel = SideChannel(server.address, HELLO, timeout_s=30.0)
     start = time.monotonic()
     assert channel.is_open
@@ -109,7 +111,7 @@ def test_a_late_confirmation_is_not_taken_for_the_next_one() -> None:
         if isinstance(message, Confirm):
             release.wait(30)
             return Confirmed(message.lease_id == "held"), []
-        return Welcome(1, b""), []
+        return Welcome(1, b"", HELLO.format), []
 
     server = SideChannelServer(name(), answer)  # type: ignore[arg-type]
     channel = SideChannel(server.address, HELLO, timeout_s=0.1)

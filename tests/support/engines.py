@@ -30,6 +30,7 @@ from splitserve.model.simulated import (
     simulated_format,
 )
 from splitserve.sampling import Sampling
+from splitserve.store.chain import KVStore
 from splitserve.transport.registry import make_transport
 from splitserve.transport.segment import Segment
 
@@ -72,6 +73,8 @@ class EngineHost:
         transport: str = "shm",
         host: str = "",
         zone_blocks: int = 0,
+        store: KVStore | None = None,
+        by_store: bool = False,
     ) -> None:
         clock = clock or MonotonicClock()
         kv_format = kv_format or simulated_format(block_size)
@@ -85,7 +88,14 @@ class EngineHost:
             runner = make_runner(blocks)
         self.leases = LeaseTable(epoch or secrets.token_hex(4), term_s)
         self.config = P2PConfig(
-            worker_id, epoch or secrets.token_hex(6), identity, kv_format, digests, host, b"token"
+            worker_id,
+            epoch or secrets.token_hex(6),
+            identity,
+            kv_format,
+            digests,
+            host,
+            b"token",
+            by_store,
         )
         self.connector = make_p2p(
             self.config,
@@ -97,10 +107,12 @@ class EngineHost:
             Faults(faults),
             getattr(runner, "device_pool", None),
             self._make_zone(transport, zone_blocks, kv_format) if zone_blocks else None,
+            store,
         )
         self.pool = BlockPool(num_blocks, block_size)
         self.scheduler = Scheduler(config or SchedulerConfig(), self.pool, self.leases)
         self.engine = Engine(self.scheduler, runner, self.connector, clock, identity)
+        self.engine.loader.always = True  # what it costs here says nothing
         self.tokens: dict[str, list[int]] = {}
         self.notices: list[wire.Notice] = []
 
@@ -120,6 +132,7 @@ class EngineHost:
         salt: str = "",
         grain: wire.Grain = wire.Grain.REQUEST,
         push: bool = False,
+        hints: list[wire.Hint] | None = None,
     ) -> None:
         output_ids = list(output_ids or [])
         self.engine.submit(
@@ -133,6 +146,7 @@ class EngineHost:
                 offer,
                 grain=grain,
                 push=push,
+                hints=hints or [],
             )
         )
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 
 from splitserve import wire
 from splitserve.engine.scheduler import SchedulerConfig
 from splitserve.sampling import Sampling
+from splitserve.store.chain import KVStore
 from splitserve.wire import Grain, Leg
 from tests.support.engines import EngineHost, expected_tokens
 
@@ -29,12 +31,20 @@ class Pair:
         transport: str = "shm",
         zone_blocks: int = 40,
         source_faults: str = "",
+        make_store: Callable[[], KVStore] | None = None,
+        by_store: bool = False,
     ) -> None:
         grain, _, direction = way.partition("-")
         self.grain, self.push = Grain(grain), direction == "push"
         config = SchedulerConfig(CHUNK, 16, prefix_cache=prefix_cache)
         self.prefill = EngineHost(
-            worker_id="p", config=config, digests=digests, faults=source_faults, transport=transport
+            worker_id="p",
+            config=config,
+            digests=digests,
+            faults=source_faults,
+            transport=transport,
+            store=make_store() if make_store else None,
+            by_store=by_store,
         )
         self.decode = EngineHost(
             worker_id="d",
@@ -43,6 +53,8 @@ class Pair:
             faults=faults,
             transport=transport,
             zone_blocks=zone_blocks if self.push else 0,
+            store=make_store() if make_store else None,
+            by_store=by_store,
         )
         self.num_pushed = 0
         self.num_parts = 0
