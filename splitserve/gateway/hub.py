@@ -26,6 +26,8 @@ from splitserve.router.prefix_index import PrefixIndex
 
 log = logging.getLogger(__name__)
 
+MET_AHEAD = 8  # workers, up to which each meets each
+
 
 class LegListener(Protocol):
     """Whoever follows one leg. Called in the event loop; must not block."""
@@ -277,14 +279,16 @@ class WorkerHub:
         self._tell_change()
 
     def _introduce(self, new: wire.Hello) -> None:
-        """Tell those that may read another's KV to shake hands."""
+        """Tell those that may read another's KV to shake hands: who decodes reads of who prefills.
+        By hints anybody may read of anybody; a pool costs its reader page tables (1/500 of it), so
+        among many workers that waits for the first hint."""
+        are_few = len(self.workers) <= MET_AHEAD
         for other in [handle.hello for handle in self.workers.values()]:
             for source, reader in ((new, other), (other, new)):
-                if (
-                    source is not reader
-                    and source.role is not wire.Role.DECODE
-                    and reader.role is not wire.Role.PREFILL
-                ):
+                hands_over = (
+                    source.role is not wire.Role.DECODE and reader.role is not wire.Role.PREFILL
+                )
+                if source is not reader and (hands_over or are_few):
                     message = wire.Meet(source.worker_id, source.epoch, source.address)
                     self.send(reader.worker_id, reader.epoch, message)
 

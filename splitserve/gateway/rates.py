@@ -8,9 +8,11 @@ _WEIGHT = 0.2  # of the newest observation
 
 
 class Rates:
-    """Moving means over all workers, of transfers with at least MIN_BYTES."""
+    """Moving means over all workers, of transfers and prefills that are not too small: those say
+    more of the round trip, or the step, than of the rate."""
 
-    MIN_BYTES = 1 << 16  # less says more of the round trip than of the link
+    MIN_BYTES = 1 << 16
+    MIN_TOKENS = 32
 
     def __init__(self) -> None:
         self.transfer_bytes_per_s = PRIOR_TRANSFER_BYTES_PER_S
@@ -22,6 +24,6 @@ class Rates:
             self.transfer_bytes_per_s += _WEIGHT * (new - self.transfer_bytes_per_s)
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
-        if num_tokens > 0 and seconds > 0:
+        if num_tokens >= self.MIN_TOKENS and seconds > 0:
             new = num_tokens / seconds
             self.prefill_tokens_per_s += _WEIGHT * (new - self.prefill_tokens_per_s)
