@@ -7,6 +7,8 @@ each request alone, its prompt in one step, no cache.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -156,6 +158,99 @@ def test_split_by_each_connector(
     reference.require_equal(got)
     assert (len(parts) > 100) == (grain != "request")
     assert (sum(one.part.pushed for one in parts) > 100) == (direction == "push")
+
+
+@pytest.mark.parametrize("tier", ["disk", "shared_storage"])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("way", ["request-pull", "chunk-pull"])
+def test_split_through_a_store(
+    bench: Bench, reference: Answers, way: str, prefix_cache: bool, tier: str, tmp_path: Path
+) -> None:
+    """Full blocks by the store, the tails computed by who decodes: from the same bits."""
+    fetched: list[wire.FetchEnded] = []
+
+    def observe(source: EngineHost, target: EngineHost) -> None:
+        fetched.extend(notices(target, wire.FetchEnded))  # type: ignore[arg-type]
+
+    got = bench.run_split(
+        shuffled(8),
+        NUM_BLOCKS,
+        max_batched_tokens=48,
+        prefix_cache=prefix_cache,
+        grain=wire.Grain(way.partition("-")[0]),
+        store=(f"{tier}:{tmp_path}",),
+        by_store=True,
+        observe=observe,
+    )
+    reference.require_equal(got)
+    assert sum(one.num_bytes > 0 for one in fetched) > 100
+    assert sum(one.missing_tokens > 0 for one in fetched) > 200
+
+
+@pytest.mark.parametrize("way", ["request-pull", "chunk-pull", "chunk-push", "layer-push"])
+def test_split_and_kept(bench: Bench, reference: Answers, way: str, tmp_path: Path) -> None:
+    """`multi`: from pool to pool, and kept; then by engines that have only what was kept."""
+    grain, _, direction = way.partition("-")
+    got = bench.run_split(
+        shuffled(9),
+        NUM_BLOCKS,
+        max_batched_tokens=48,
+        grain=wire.Grain(grain),
+        push=direction == "push",
+        store=(f"disk:{tmp_path}",),
+    )
+    reference.require_equal(got)
+    loaded: list[wire.Loaded] = []
+
+    def observe(host: EngineHost) -> None:
+        loaded.extend(notices(host, wire.Loaded))  # type: ignore[arg-type]
+
+    again = bench.run(shuffled(10), NUM_BLOCKS, store=(f"disk:{tmp_path}",), observe=observe)
+    reference.require_equal(again)
+    assert sum(one.num_tokens for one in loaded) > 1000
+
+
+def test_fetched_from_whoever_has_it(bench: Bench, reference: Answers) -> None:
+    reference.require_equal(bench.run_hinted(shuffled(11), 6000))
+    assert bench.num_loaded > 4000
+
+
+@pytest.mark.parametrize("block_size", [32, 64])
+def test_split_between_block_sizes(bench: Bench, reference: Answers, block_size: int) -> None:
+    """A change of block size moves bits, and changes none."""
+    proofs: list[str] = []
+
+    def observe(source: EngineHost, target: EngineHost) -> None:
+        proofs.extend(x.proof for x in notices(target, wire.FetchEnded))  # type: ignore[attr-defined]
+
+    got = bench.run_split(
+        shuffled(12),
+        NUM_BLOCKS,
+        max_batched_tokens=64,
+        target_block_size=block_size,
+        observe=observe,
+    )
+    reference.require_equal(got)
+    assert proofs.count(f"digest, converted: block_size 16->{block_size}") > 200
+
+
+def test_split_between_float_types(bench: Bench, tmp_path: Path) -> None:
+    """Float32 to bfloat16: what was converted is what the same prompt's KV rounds to, and it says
+    so; the first token is the prefill worker's, the others are near."""
+    low = Bench(load(make_tiny(tmp_path), "bfloat16"), exact=False)
+    high = Bench(bench._loaded, exact=False)
+    proofs: list[str] = []
+
+    def observe(source: EngineHost, target: EngineHost) -> None:
+        proofs.extend(x.proof for x in notices(target, wire.FetchEnded))  # type: ignore[attr-defined]
+
+    cases = [case for case in CASES if case.sampling.temperature == 0][:40]
+    reference = high.run(cases, NUM_BLOCKS, at_once=1)
+    got = high.run_split(cases, NUM_BLOCKS, target_bench=low, observe=observe)
+    assert set(proofs) == {"digest, converted: dtype float32->bfloat16"}
+    assert all(reference.tokens[x.name][0] == got.tokens[x.name][0] for x in cases)
+    same = sum(reference.tokens[x.name][:2] == got.tokens[x.name][:2] for x in cases)
+    assert same > 0.8 * len(cases)
 
 
 def test_split_without_cache(bench: Bench, reference: Answers) -> None:

@@ -10,12 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from splitserve import wire
+from splitserve.clock import MonotonicClock
 from splitserve.engine.scheduler import SchedulerConfig
 from splitserve.engine.step import OnLayer, Runner, StepPlan
 from splitserve.model.device_pool import DevicePool
 from splitserve.model.loader import LoadedModel
 from splitserve.model.runner import TorchRunner
 from splitserve.sampling import Sampling
+from splitserve.store.chain import KVStore
+from splitserve.store.registry import make_tier, parse_tier
 from tests.support.engines import Blocks, EngineHost
 
 BLOCK_SIZE = 16
@@ -85,6 +88,7 @@ class Bench:
     def __init__(self, loaded: LoadedModel, *, exact: bool = True) -> None:
         self._loaded = loaded
         self._exact = exact
+        self.num_loaded = 0  # tokens, by the last `run_hinted`
 
     def host(
         self,
@@ -92,21 +96,33 @@ class Bench:
         num_blocks: int,
         transport: str = "shm",
         zone_blocks: int = 0,
+        store: KVStore | None = None,
+        by_store: bool = False,
+        block_size: int = BLOCK_SIZE,
         **config: object,
     ) -> EngineHost:
         def make_runner(blocks: Blocks) -> Runner:
-            runner = TorchRunner(self._loaded, blocks, BLOCK_SIZE, self._exact, 1)
+            runner = TorchRunner(self._loaded, blocks, block_size, self._exact, 1)
             return RecordingRunner(runner, answers)  # type: ignore[return-value]
 
         settings = {"max_batched_tokens": 4096, "max_sequences": 32} | config
         return EngineHost(
             num_blocks,
             SchedulerConfig(**settings),  # type: ignore[arg-type]
-            kv_format=self._loaded.kv_format(BLOCK_SIZE),
+            kv_format=self._loaded.kv_format(block_size),
+            block_size=block_size,
             make_runner=make_runner,
             transport=transport,
             zone_blocks=zone_blocks,
+            store=store,
+            by_store=by_store,
         )
+
+    def make_store(self, *texts: str) -> KVStore:
+        """A store of these tiers for this model's blocks."""
+        size = self._loaded.kv_format(BLOCK_SIZE).block_bytes
+        tiers = [make_tier(parse_tier(text), b"parity", size) for text in texts]
+        return KVStore(tiers, MonotonicClock())
 
     def run(
         self,
@@ -118,12 +134,14 @@ class Bench:
         start: dict[str, int] | None = None,
         observe: Callable[[EngineHost], None] = lambda host: None,
         rounds: int = 1,
+        store: tuple[str, ...] = (),
         **config: object,
     ) -> Answers:
         """Colocated; `at_once` in the engine at a time. With `resumed`, its tokens up to `start`
         are given. With several rounds, the last one's answers."""
         answers = Answers()
-        host = self.host(answers, num_blocks, **config)
+        kept = self.make_store(*store) if store else None
+        host = self.host(answers, num_blocks, store=kept, **config)
         try:
             for number in range(rounds):
                 waiting = list(cases)
@@ -154,13 +172,32 @@ class Bench:
         grain: wire.Grain = wire.Grain.REQUEST,
         push: bool = False,
         transport: str = "shm",
+        store: tuple[str, ...] = (),
+        by_store: bool = False,
+        target_bench: Bench | None = None,
+        target_block_size: int = BLOCK_SIZE,
         **config: object,
     ) -> Answers:
-        """Prefill on one engine, decode on another, all at once, over p2p."""
+        """Prefill on one engine, decode on another, all at once: from pool to pool, or by a store
+        of these tiers."""
         answers = Answers()
         by_leg = {f"{case.name}.p": case for case in cases}
-        source = self.host(answers, num_blocks, transport, **config)
-        target = self.host(answers, num_blocks, transport, num_blocks if push else 0, **config)
+        source, target = (
+            bench.host(
+                answers,
+                num_blocks,
+                transport,
+                zone_blocks,
+                self.make_store(*store) if store else None,
+                by_store,
+                block_size,
+                **config,
+            )
+            for bench, zone_blocks, block_size in (
+                (self, 0, BLOCK_SIZE),
+                (target_bench or self, num_blocks if push else 0, target_block_size),
+            )
+        )
         try:
             for leg, case in by_leg.items():
                 given = resumed.tokens[case.name][: start[case.name]] if start else []
@@ -222,6 +259,39 @@ class Bench:
         finally:
             source.close()
             target.close()
+        return answers
+
+    def run_hinted(self, cases: Iterable[Case], num_blocks: int, num_at_once: int = 16) -> Answers:
+        """Each case on one engine; then on another, which is told that the first has its prompt,
+        and fetches what it lacks of it. The other's answers."""
+        answers, others = Answers(), Answers()
+        holder, other = self.host(others, num_blocks), self.host(answers, num_blocks)
+        try:
+            for case in cases:
+                holder.submit(case.name, case.prompt_ids, case.sampling)
+            finish(holder, {case.name for case in cases})
+            waiting = list(cases)
+            while waiting:
+                batch, waiting = waiting[:num_at_once], waiting[num_at_once:]
+                for case in batch:
+                    config = holder.config
+                    num = max(0, len(case.prompt_ids) - 1) // BLOCK_SIZE
+                    address = holder.connector.address
+                    hint = wire.Hint(config.worker_id, config.epoch, address, num, 0.0, 1.0)
+                    other.submit(case.name, case.prompt_ids, case.sampling, hints=[hint])
+                while not {case.name for case in batch} <= ended(other):
+                    holder.turn()
+                    other.turn()
+            for case in cases:
+                answers.tokens[case.name] = other.tokens[case.name]
+            loaded = [x for x in other.notices if isinstance(x, wire.Loaded)]
+            assert not any(one.reason for one in loaded)
+            self.num_loaded = sum(one.num_tokens for one in loaded)
+            other.settle()
+            holder.settle()
+        finally:
+            holder.close()
+            other.close()
         return answers
 
 
