@@ -183,7 +183,8 @@ class FileTier(Tier):
                 self._remove(path, is_corrupt=False)
                 return False
             score_s = used(self._config.policy, status.st_mtime, now_s)
-            os.utime(fd, ns=(int(score_s * 1e9),) * 2)
+            with contextlib.suppress(OSError):  # another's file, or a read-only mount
+                os.utime(fd, ns=(int(score_s * 1e9),) * 2)
             return True
         finally:
             os.close(fd)

@@ -33,7 +33,7 @@ from splitserve.store.registry import TierSpec
 from splitserve.transport.segment import Segment
 
 MAX_CLIENTS = 1024
-MAX_UNSENT_BYTES = 16 << 20
+MAX_UNSENT_BYTES = 8 << 20
 _RECEIVE_BYTES = 256 << 10
 
 

@@ -1,7 +1,7 @@
 """Tier `redis`: a value per block, header and bytes, in a server that needs no settings for it.
 
-Each batch is one round trip. With a limit the least used are evicted before a batch is saved, in
-one transaction with it (store.redis_scripts); without one the server's own `maxmemory` applies. Not
+Each batch is one round trip. With a limit others are evicted when a batch is saved, in one
+transaction with it (store.redis_scripts); without one the server's own `maxmemory` applies. Not
 for a redis cluster: the index is on one server.
 """
 
@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import redis
 
@@ -222,8 +222,9 @@ class RedisTier(Tier):
     ) -> int:
         now_s = time.time()
         sets = [self._set(keys[i], blocks[i], digests[i], now_s) for i in chosen]
-        before, after = self._eviction([keys[i] for i in chosen], now_s)
-        commands: list[list[Argument]] = [[b"MULTI"], *before, *sets, *after, [b"EXEC"]]
+        commands: list[list[Argument]] = [[b"MULTI"], *sets, [b"EXEC"]]
+        if self._config.limit_bytes:
+            commands.insert(-1, self._keep([keys[i] for i in chosen], now_s))
         session.send(*commands)
         done = session.replies(len(commands))[-1]
         if not isinstance(done, list):
@@ -231,11 +232,11 @@ class RedisTier(Tier):
         for reply in done:
             if isinstance(reply, RedisRefused):
                 raise reply
-        num_saved = done[len(before) : len(before) + len(sets)].count(b"OK")
+        num_saved = done[: len(sets)].count(b"OK")
         with self._counting:
             self._stats.saved += num_saved
-            if before:
-                self._count(done[0], done[-1])
+            if self._config.limit_bytes:
+                self._count(done[-1])
         return num_saved
 
     def _set(self, key: bytes, block: Block, digest: bytes, now_s: float) -> list[Argument]:
@@ -246,28 +247,17 @@ class RedisTier(Tier):
             command += [b"PX", b"%d" % max(self._config.ttl_s * 1e3, 1)]
         return command
 
-    def _eviction(
-        self, keys: list[bytes], now_s: float
-    ) -> tuple[list[list[Argument]], list[list[Argument]]]:
-        """What to do before and after these are saved."""
-        limit, ttl_s = self._config.limit_bytes, self._config.ttl_s
-        if not limit:
-            return [], []
-        rest = limit - len(keys) * self._config.block_bytes
-        arguments: list[Argument] = [b"%.6f" % (now_s + ttl_s) if ttl_s else b""]
+    def _keep(self, keys: list[bytes], now_s: float) -> list[Argument]:
+        arguments: list[Argument] = [b"%d" % self._config.limit_bytes, b"%.6f" % now_s]
         for rank, key in enumerate(keys):
             arguments += [self._member(key), b"%.6f" % (now_s - rank * BETWEEN_S)]
-        trim = _evaluate(scripts.TRIM, b"%d" % rest, b"%.6f" % now_s)
-        return [trim], [_evaluate(scripts.ENTER, *arguments)]
+        return _evaluate(scripts.KEEP, *arguments)
 
-    def _count(self, evicted: Reply, counts: Reply) -> None:
-        assert isinstance(evicted, int)
-        assert isinstance(counts, list)
-        num_blocks, num_bytes = counts
-        assert isinstance(num_blocks, int)
-        assert isinstance(num_bytes, int)
-        self._stats.evicted += evicted
-        self._stats.num_blocks, self._stats.num_bytes = num_blocks, num_bytes
+    def _count(self, counts: Reply) -> None:
+        if not (isinstance(counts, list) and [type(number) for number in counts] == [int] * 3):
+            raise ConnectionError("an unreadable answer to a script")
+        num_evicted, self._stats.num_blocks, self._stats.num_bytes = cast(list[int], counts)
+        self._stats.evicted += num_evicted
 
 
 def _evaluate(script: str, *arguments: Argument) -> list[Argument]:

@@ -25,34 +25,39 @@ local function forget(member)
 end
 """
 
-TRIM = (
+KEEP = (
     _FORGET
     + """
-local limit, now, evicted = tonumber(ARGV[1]), ARGV[2], 0
-for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now)) do forget(member) end
-while tonumber(redis.call('GET', KEYS[3]) or '0') > limit do
-  local first = redis.call('ZRANGE', KEYS[1], 0, 0)[1]
-  if not first then redis.call('SET', KEYS[3], 0) break end
-  forget(first)
-  evicted = evicted + 1
-end
-return evicted
-"""
-)
-"""ARGV: limit in bytes, now. Returns how many were evicted to come within the limit."""
-
-ENTER = """
-for i = 2, #ARGV, 2 do
+local limit, now, evicted, ours = tonumber(ARGV[1]), ARGV[2], 0, {}
+for i = 3, #ARGV, 2 do
   local member, score = ARGV[i], ARGV[i + 1]
+  local cut = string.find(member, ':', 1, true)
+  ours[member] = true
   if redis.call('ZADD', KEYS[1], 'NX', score, member) == 1 then
-    local cut = string.find(member, ':', 1, true)
     redis.call('INCRBY', KEYS[3], string.sub(member, 1, cut - 1))
   end
-  if ARGV[1] ~= '' then redis.call('ZADD', KEYS[2], 'NX', ARGV[1], member) end
+  local left_ms = redis.call('PTTL', string.sub(member, cut + 1))
+  if left_ms >= 0 then
+    redis.call('ZADD', KEYS[2], string.format('%.6f', tonumber(now) + left_ms / 1000), member)
+  end
 end
-return {redis.call('ZCARD', KEYS[1]), tonumber(redis.call('GET', KEYS[3]) or '0')}
+for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', '(' .. now)) do
+  forget(member)
+end
+while tonumber(redis.call('GET', KEYS[3]) or '0') > limit do
+  local victim
+  for _, member in ipairs(redis.call('ZRANGE', KEYS[1], 0, #ARGV / 2)) do
+    if not ours[member] then victim = member break end
+  end
+  if not victim then break end
+  forget(victim)
+  evicted = evicted + 1
+end
+return {evicted, redis.call('ZCARD', KEYS[1]), tonumber(redis.call('GET', KEYS[3]) or '0')}
 """
-"""ARGV: time of expiry or nothing, then member and score of each. Returns blocks and bytes."""
+)
+"""ARGV: limit in bytes, now, then member and score of each that was saved. Evicts others until all
+are within the limit. Returns how many, then blocks and bytes that are there."""
 
 TOUCH = f"""
 local half_life = {HALF_LIFE_S}

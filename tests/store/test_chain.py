@@ -163,7 +163,8 @@ def test_a_prefix_is_loaded_piece_by_piece(chain: Chain) -> None:
     lower.put(1, 2, 3, 4, 7)
     assert chain.store.find(make_keys(*range(10))) == 8
     assert chain.load(*range(10)) == 8
-    assert [what for what, _ in upper.lookups] == ["find"] * 3 + ["load"] * 3
+    asked = [what for what, _ in upper.lookups if what in ("find", "load")]
+    assert asked == ["find"] * 3 + ["load"] * 3
 
 
 def test_nobody_is_asked_twice_about_one_key() -> None:
