@@ -9,6 +9,8 @@ setting nothing is injected. Points:
   fetch.verify  after the last block was copied, before its proof
   push.begin    before a part, or a layer of it, is written to a landing
   push.block    after each block, or layer of one, was written
+  find          before another worker, or the store, is asked who has a prompt's blocks
+  save          before blocks are handed to the store
   step          after a step of the engine, when its frame has left
 
 Setting: comma-separated `point=delay:SECONDS`, `point=hold:PATH` (wait as long as the file exists;
@@ -23,7 +25,17 @@ from pathlib import Path
 
 from splitserve.errors import ConfigError
 
-POINTS = ("seal", "fetch.begin", "fetch.block", "fetch.verify", "push.begin", "push.block", "step")
+POINTS = (
+    "seal",
+    "fetch.begin",
+    "fetch.block",
+    "fetch.verify",
+    "push.begin",
+    "push.block",
+    "find",
+    "save",
+    "step",
+)
 
 _HOLD_PERIOD_S = 0.01
 

@@ -62,6 +62,7 @@ class Answerer:
         self._zone_export = zone.transport.export(writable=True) if zone else None
         self._lock = threading.Lock()
         self._numbers = itertools.count()
+        self._lent: dict[str, int] = {}  # lease id: the connection that it was answered on
         self._asking: dict[int, tuple[int, int]] = {}  # ask id: connection, its own number
         name = f"splitserve/{config.worker_id}/{config.epoch}"
         self._server = SideChannelServer(
@@ -79,6 +80,9 @@ class Answerer:
         if asking is None:
             return False
         peer, number = asking
+        if part is not None:
+            with self._lock:
+                self._lent[part.lease_id] = peer
         return self._server.send(peer, FoundHere(number, part))
 
     def close(self) -> None:
@@ -91,6 +95,8 @@ class Answerer:
             case Confirm(lease_id):
                 return Confirmed(self._leases.confirm(lease_id, self._clock.now())), []
             case Done(lease_id):
+                with self._lock:
+                    self._lent.pop(lease_id, None)
                 self._leases.done(lease_id)
                 self._wake()
             case Begin(landing_id):
@@ -128,6 +134,11 @@ class Answerer:
         with self._lock:
             for ask_id in [x for x, asking in self._asking.items() if asking[0] == peer]:
                 del self._asking[ask_id]
+            left = [x for x, lent in self._lent.items() if lent == peer]
+            for lease_id in left:
+                del self._lent[lease_id]
+        for lease_id in left:  # should it live and still read: digests prove what it read
+            self._leases.done(lease_id)
         if self._zone is not None:
             self._zone.landings.writer_gone(peer)
             self._wake()

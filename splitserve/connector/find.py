@@ -14,6 +14,7 @@ from splitserve.connector.jobs import FindJob, FoundDone
 from splitserve.connector.lanes import Lanes
 from splitserve.connector.sidechannel import SideChannel
 from splitserve.errors import FormatMismatch, SplitserveError
+from splitserve.faults import Faults
 from splitserve.store.chain import KVStore
 from splitserve.wire import Hint, Part
 
@@ -49,12 +50,15 @@ class Finder:
         connect: Callable[[str, str], SideChannel],
         store: KVStore | None,
         clock: Clock,
+        faults: Faults,
         report: Callable[[FoundDone], None],
     ) -> None:
         """connect: a side channel to an epoch at an address; raises TransferFailed."""
         self._connect = connect
         self._store = store
         self._clock = clock
+        self._faults = faults
+        self._closing = threading.Event()
         self._report = report
         self._lanes = Lanes("kv-find")
         self._lines: dict[str, _Line] = {}
@@ -64,6 +68,7 @@ class Finder:
         self._pass_on(_Question(job, list(job.hints)))
 
     def close(self) -> None:
+        self._closing.set()
         self._lanes.close()
         for line in self._lines.values():
             if line.channel is not None:
@@ -86,6 +91,7 @@ class Finder:
 
     def _ask_line(self, line: _Line) -> None:
         """Ask all that waits; each call but the first of several finds nothing to do."""
+        self._faults.hit("find", self._closing)
         by_epoch: dict[str, list[_Question]] = {}
         while line.waiting:
             question = line.waiting.popleft()
@@ -136,6 +142,7 @@ class Finder:
             self._pass_on(question)
 
     def _ask_store(self, question: _Question) -> None:
+        self._faults.hit("find", self._closing)
         job = question.job
         num_blocks = self._store.find(job.keys) if self._store is not None else 0
         self._report(FoundDone(job.request_id, job.first, num_blocks, None, question.failed))

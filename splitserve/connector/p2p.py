@@ -90,7 +90,7 @@ class P2PWorker(WorkerSide):
             faults,
             self._report,
         )
-        self._finder = Finder(self._connect_to_ask, store, clock, self._report)
+        self._finder = Finder(self._connect_to_ask, store, clock, faults, self._report)
         self._answerer = Answerer(
             config, transport, segment, leases, clock, zone, wake, self._report
         )

@@ -71,6 +71,7 @@ class Saver:
 
     def _save(self, job: SaveJob) -> None:
         assert self._store is not None
+        self._faults.hit("save", self._closing)
         try:
             digests = job.digests
             if not digests:
