@@ -33,6 +33,7 @@ class Pair:
         source_faults: str = "",
         make_store: Callable[[], KVStore] | None = None,
         by_store: bool = False,
+        with_hints: bool = False,
     ) -> None:
         grain, _, direction = way.partition("-")
         self.grain, self.push = Grain(grain), direction == "push"
@@ -56,6 +57,8 @@ class Pair:
             store=make_store() if make_store else None,
             by_store=by_store,
         )
+        self.with_hints = with_hints  # each prefill leg is told to ask the decode engine
+        self.num_loaded = 0
         self.num_pushed = 0
         self.num_parts = 0
         self.offers: dict[str, wire.Offer] = {}
@@ -70,7 +73,13 @@ class Pair:
             legs.append((self.decode, Leg.DECODE))
         for host, leg in legs:
             push = self.push and leg is Leg.DECODE
-            host.submit(name, prompt, sampling, leg, grain=self.grain, push=push)
+            hints = [self.hint(prompt)] if self.with_hints and leg is Leg.PREFILL else []
+            host.submit(name, prompt, sampling, leg, grain=self.grain, push=push, hints=hints)
+
+    def hint(self, prompt: list[int]) -> wire.Hint:
+        config, address = self.decode.config, self.decode.connector.address
+        num_blocks = max(0, len(prompt) - 1) // 16
+        return wire.Hint(config.worker_id, config.epoch, address, num_blocks, 0.0, 1.0)
 
     def turn(self) -> None:
         self.prefill.turn()
@@ -89,6 +98,8 @@ class Pair:
                 self.num_parts += 1
                 self.num_pushed += notice.part.pushed
                 self.decode.engine.deliver(notice.request_id, notice.part)
+            elif isinstance(notice, wire.Loaded):
+                self.num_loaded += notice.num_tokens
             elif isinstance(notice, wire.Offered):
                 self.offers[notice.request_id] = notice.offer
                 self.complete(notice.request_id, notice.offer)
@@ -143,6 +154,9 @@ def random_handoffs(pair: Pair, rng: random.Random, num: int) -> int:
     alive: list[str] = []
     for number in range(num):
         prompt = [rng.randrange(3) for _ in range(rng.randrange(1, 250))]
+        if pair.with_hints and answers and rng.random() < 0.7:
+            other, _ = answers[rng.choice(list(answers))]
+            prompt = [*other, *prompt][:250]
         name = f"r{number}"
         pair.submit(prompt, name)
         answers[name] = (prompt, expected_tokens(prompt, GREEDY, 12))
