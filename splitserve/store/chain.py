@@ -62,7 +62,7 @@ class _Promotion:
 
 
 class KVStore:
-    """`find` and `load` are one thread's at a time, `save` any thread's."""
+    """May be used by several threads at once."""
 
     def __init__(
         self, tiers: Sequence[Tier], clock: Clock, max_queued_blocks: int = MAX_QUEUED_BLOCKS

@@ -1,8 +1,8 @@
 """Tier `memory`: the segment of this host's memory server, mapped; we copy blocks ourselves.
 
-Whoever loads and whoever saves have a connection each, and use it for one batch at a time: ask,
-copy, tell. So a connection is never dropped while its blocks are being copied, and the server may
-take an end of the connection for the end of the copying.
+Looking up, loading and saving have a connection each, used for one batch at a time: ask, copy,
+tell. So a look-up waits for no copy, a connection is never dropped while its blocks are being
+copied, and the server may take an end of the connection for the end of the copying.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ M = TypeVar("M", bound=wire.FromServer)
 
 
 class _Memory:
-    """The segment of one start of the server, as both connections see it."""
+    """The segment of one start of the server, as all connections see it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -157,13 +157,14 @@ class MemoryTier(Tier):
         self._size = config.block_bytes
         self._namespace = namespace_digest(config.namespace)
         self._memory = _Memory()
+        self._asking = _Line(name, config.timeout_s, self._memory)
         self._loading = _Line(name, config.timeout_s, self._memory)
         self._saving = _Line(name, config.timeout_s, self._memory)
         self._counting = threading.Lock()
         self._stats = TierStats()
 
     def find(self, keys: Sequence[bytes]) -> int:
-        missing = self._loading.run(lambda session: self._missing(session, keys))
+        missing = self._asking.run(lambda session: self._missing(session, keys))
         return (*missing, True).index(True)
 
     def missing(self, keys: Sequence[bytes]) -> list[bool]:
@@ -201,6 +202,7 @@ class MemoryTier(Tier):
             )
 
     def close(self) -> None:
+        self._asking.close()
         self._loading.close()
         self._saving.close()
         self._memory.close()

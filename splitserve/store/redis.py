@@ -111,6 +111,7 @@ class RedisTier(Tier):
         self._namespace = namespace_digest(config.namespace)
         pool = _make_pool(place, config.timeout_s)
         address = place.rpartition("@")[2].lstrip("/") if place.startswith("//") else place
+        self._asking = _Line(pool, address, config.timeout_s)
         self._loading = _Line(pool, address, config.timeout_s)
         self._saving = _Line(pool, address, config.timeout_s)
         self._head = memoryview(bytearray(record.HEADER_BYTES))  # of the thread that loads
@@ -118,7 +119,7 @@ class RedisTier(Tier):
         self._stats = TierStats()
 
     def find(self, keys: Sequence[bytes]) -> int:
-        there = self._loading.run(lambda session: self._are_there(session, keys))
+        there = self._asking.run(lambda session: self._are_there(session, keys))
         return (*there, False).index(False)
 
     def missing(self, keys: Sequence[bytes]) -> list[bool]:
@@ -153,6 +154,7 @@ class RedisTier(Tier):
             )
 
     def close(self) -> None:
+        self._asking.close()
         self._loading.close()
         self._saving.close()
 

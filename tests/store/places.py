@@ -7,6 +7,7 @@ import itertools
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -109,7 +110,7 @@ class Place:
         command += ["--appendonly", "no", "--dir", str(self.root), "--logfile", "redis.log"]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + START_S
-        while not path.exists():
+        while not _listens(path):
             assert time.monotonic() < deadline
             assert self.process.poll() is None
             time.sleep(0.01)
@@ -156,6 +157,11 @@ class Place:
             for pipe in (self.process.stdin, self.process.stdout):
                 if pipe is not None:
                     pipe.close()
+
+
+def _listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        return connection.connect_ex(str(path)) == 0
 
 
 CHILD = """
