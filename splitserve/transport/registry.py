@@ -15,10 +15,11 @@ LOOPBACK = "127.0.0.1"
 TRANSPORTS = {
     "shm": ("splitserve.transport.shm", "ShmTransport", ""),
     "tcp": ("splitserve.transport.tcp", "TcpTransport", ""),
+    "nixl": ("splitserve.transport.nixl", "NixlTransport", "nixl"),
 }
 """Name: module, class, and the extra of this package that brings what it imports."""
 
-LIBRARIES = {"nixl": "nixl", "mooncake": "mooncake", "collective": "torch"}
+LIBRARIES = {"nixl": "nixl_cu12", "mooncake": "mooncake", "collective": "torch"}
 """What a transport imports that may not be installed."""
 
 

@@ -150,7 +150,7 @@ class _TcpLink(Link):
         self._poll = select.poll()
         try:
             for _ in range(self._transport.num_streams):
-                sock = _connect(self._card, self._writable, deadline, cancelled)
+                sock = connect(self._card, self._writable, deadline, cancelled)
                 self._streams[sock.fileno()] = _Stream(sock)
                 self._poll.register(sock, select.POLLIN)
         except (OSError, ValueError) as error:  # ValueError: a host that can't be a name
@@ -261,7 +261,7 @@ class _TcpLink(Link):
             stream.socket.close()
 
 
-def _connect(
+def connect(
     card: wire.Card, writable: bool, deadline: float, cancelled: threading.Event
 ) -> socket.socket:
     """A welcomed connection. Raise OSError, or TransferFailed once cancelled."""

@@ -1,12 +1,13 @@
 """The exporter's side of transport `tcp`: serves pieces of a region from where they lie.
 
 One thread accepts and hears hellos, from all who knock; who has the token gets a thread of its own,
-which is mostly inside system calls. A request is checked against the region here too, whatever the
-peer may have checked.
+which is mostly inside system calls (the transports of `asked` are served so too). A request is
+checked against the region here too, whatever the peer may have checked.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import hmac
 import secrets
@@ -33,21 +34,21 @@ _RECEIVE_BYTES = 256 << 10
 """About as much per system call. A writer that went away is noticed between two of them."""
 
 
-class TcpExport(Export):
-    """Listens from the start until it is closed."""
+class ServedExport(Export):
+    """Listens from the start until it is closed; each that has the token is served by a Session."""
 
-    def __init__(
-        self, region: memoryview, host: str, *, writable: bool, io_timeout_s: float = IO_TIMEOUT_S
-    ) -> None:
-        self._region = region
-        self._io_timeout_s = io_timeout_s
+    def __init__(self, num_bytes: int, host: str, *, writable: bool) -> None:
         listener = listen(host)
         port = listener.getsockname()[1]
         token = secrets.token_bytes(wire.TOKEN_BYTES)
-        self._card = wire.Card(host, port, len(region), writable, token)
+        self._card = wire.Card(host, port, num_bytes, writable, token)
         self._lock = threading.Lock()
-        self._connections: set[_Connection] = set()
-        self._door = _Door(listener, self._card, self._serve)
+        self._sessions: set[Session] = set()
+        self._door = Door(listener, self._card, self._serve)
+
+    @abc.abstractmethod
+    def make_session(self, sock: socket.socket, writable: bool) -> Session:
+        """To be started. writable: whether the peer wants to write, and may."""
 
     @property
     def card(self) -> bytes:
@@ -59,29 +60,44 @@ class TcpExport(Export):
     def close(self) -> None:
         self._door.close()
         with self._lock:
-            connections = list(self._connections)
-        for connection in connections:
-            connection.close()
+            sessions = list(self._sessions)
+        for session in sessions:
+            session.close()
+
+    def ended(self, session: Session) -> None:
+        """By the session itself, at the very end."""
+        with self._lock:
+            self._sessions.discard(session)
 
     def _serve(self, sock: socket.socket, writable: bool) -> None:
-        region = self._region if writable else self._region.toreadonly()
-        connection = _Connection(sock, region, self._io_timeout_s, self._ended)
+        session = self.make_session(sock, writable)
         with self._lock:
-            welcome = len(self._connections) < MAX_CONNECTIONS
+            welcome = len(self._sessions) < MAX_CONNECTIONS
             if welcome:
-                self._connections.add(connection)
+                self._sessions.add(session)
         try:
             if welcome:
-                connection.start()
+                session.start()
         except RuntimeError:  # no more threads
-            self._ended(connection)
+            self.ended(session)
             welcome = False
         if not welcome:
             sock.close()
 
-    def _ended(self, connection: _Connection) -> None:
-        with self._lock:
-            self._connections.discard(connection)
+
+class TcpExport(ServedExport):
+    """Serves the region by the sockets themselves."""
+
+    def __init__(
+        self, region: memoryview, host: str, *, writable: bool, io_timeout_s: float = IO_TIMEOUT_S
+    ) -> None:
+        self._region = region
+        self._io_timeout_s = io_timeout_s
+        super().__init__(len(region), host, writable=writable)
+
+    def make_session(self, sock: socket.socket, writable: bool) -> Session:
+        region = self._region if writable else self._region.toreadonly()
+        return _TcpSession(sock, region, self._io_timeout_s, self.ended)
 
 
 @dataclass(slots=True)
@@ -92,7 +108,7 @@ class _Knock:
     heard: bytearray = field(default_factory=bytearray)
 
 
-class _Door:
+class Door:
     """Accepts connections and passes on those that present the card's token.
 
     The others cost no thread, and are few and short-lived.
@@ -191,67 +207,41 @@ class _Door:
         return sock
 
 
-class _Refused(Exception):
+class Refused(Exception):
     """The peer asked for what it can't have, or went away in the middle of something."""
 
 
-class _Connection:
-    """One stream of one link, from its hello on. A region that is read-only is not written."""
+class Session(abc.ABC):
+    """One connection, from its hello on, and the thread that serves it."""
 
     def __init__(
-        self,
-        sock: socket.socket,
-        region: memoryview,
-        io_timeout_s: float,
-        ended: Callable[[_Connection], None],
+        self, sock: socket.socket, io_timeout_s: float, ended: Callable[[Session], None]
     ) -> None:
-        self._socket = sock
-        self._region = region
-        self._io_timeout_s = io_timeout_s
+        self.socket = sock
+        self.io_timeout_s = io_timeout_s
         self._ended = ended
         self._lock = threading.Lock()  # so that close() never meets a descriptor used anew
-        self._gone = select.poll()
-        self._gone.register(sock, select.POLLRDHUP)
-        self._thread = threading.Thread(target=self._run, name="kv-tcp-serve", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kv-serve", daemon=True)
+
+    @abc.abstractmethod
+    def serve(self) -> None:
+        """Until the peer has ended, or something is wrong: Refused or an OSError."""
 
     def start(self) -> None:
         self._thread.start()
 
     def close(self) -> None:
         with self._lock, contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            self.socket.shutdown(socket.SHUT_RDWR)
         self._thread.join()
 
-    def _run(self) -> None:
-        try:
-            self._prepare()
-            self._socket.sendall(wire.WELCOME.pack(wire.WELCOME_MAGIC, wire.VERSION))
-            head = bytearray(wire.REQUEST.size)
-            while self._receive(head, between_requests=True):
-                self._answer(*wire.REQUEST.unpack(head))
-        except (OSError, _Refused):
-            pass
-        finally:
-            with self._lock:
-                self._socket.close()
-            self._ended(self)
-
-    def _prepare(self) -> None:
-        # The kernel's own timeouts: Python's would add a poll to each call.
-        self._socket.setblocking(True)
-        seconds, rest = divmod(self._io_timeout_s, 1)
-        timeout = struct.pack("@ll", int(seconds), int(rest * 1e6))
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
-        wire.tune(self._socket)
-
-    def _receive(self, into: bytearray, *, between_requests: bool = False) -> bool:
+    def receive(self, into: bytearray, *, between_requests: bool = False) -> bool:
         """Fill `into`. False if the peer ended where it may, between requests, for which there is
         no timeout either."""
         view = memoryview(into)
         while view:
             try:
-                got = self._socket.recv_into(view)
+                got = self.socket.recv_into(view)
             except BlockingIOError:
                 if between_requests and len(view) == len(into):
                     continue
@@ -261,33 +251,75 @@ class _Connection:
             view = view[got:]
         return True
 
+    def _run(self) -> None:
+        try:
+            self._prepare()
+            self.socket.sendall(wire.WELCOME.pack(wire.WELCOME_MAGIC, wire.VERSION))
+            self.serve()
+        except (OSError, Refused):
+            pass
+        finally:
+            with self._lock:
+                self.socket.close()
+            self._ended(self)
+
+    def _prepare(self) -> None:
+        # The kernel's own timeouts: Python's would add a poll to each call.
+        self.socket.setblocking(True)
+        seconds, rest = divmod(self.io_timeout_s, 1)
+        timeout = struct.pack("@ll", int(seconds), int(rest * 1e6))
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+        wire.tune(self.socket)
+
+
+class _TcpSession(Session):
+    """A region that is read-only is not written."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        region: memoryview,
+        io_timeout_s: float,
+        ended: Callable[[Session], None],
+    ) -> None:
+        super().__init__(sock, io_timeout_s, ended)
+        self._region = region
+        self._gone = select.poll()
+        self._gone.register(sock, select.POLLRDHUP)
+
+    def serve(self) -> None:
+        head = bytearray(wire.REQUEST.size)
+        while self.receive(head, between_requests=True):
+            self._answer(*wire.REQUEST.unpack(head))
+
     def _answer(self, op: int, count: int, size: int) -> None:
         if not (0 < count <= wire.MAX_PIECES and 0 < size <= len(self._region)):
-            raise _Refused
+            raise Refused
         packed = bytearray(8 * count)
-        if not self._receive(packed):
-            raise _Refused
+        if not self.receive(packed):
+            raise Refused
         offsets = wire.unpack_offsets(packed)
         if max(offsets) + size > len(self._region):
-            raise _Refused
+            raise Refused
         views = deque(self._region[offset : offset + size] for offset in offsets)
         if op == wire.READ:
             while views:
-                wire.advance(views, self._socket.sendmsg(views))
+                wire.advance(views, self.socket.sendmsg(views))
         elif op == wire.WRITE and not self._region.readonly:
             self._fill(views, max(_RECEIVE_BYTES // size, 1))
         else:
-            raise _Refused
+            raise Refused
 
     def _fill(self, views: deque[memoryview], at_once: int) -> None:
         while views:
             if self._gone.poll(0):
-                raise _Refused  # what is still in our buffer is not to be written any more
-            got = self._socket.recvmsg_into(list(islice(views, at_once)))[0]
+                raise Refused  # what is still in our buffer is not to be written any more
+            got = self.socket.recvmsg_into(list(islice(views, at_once)))[0]
             if not got:
-                raise _Refused
+                raise Refused
             if ended := wire.advance(views, got):
-                self._socket.sendall(wire.ACK * ended)
+                self.socket.sendall(wire.ACK * ended)
 
 
 def listen(host: str) -> socket.socket:

@@ -81,7 +81,11 @@ class Card:
 
 def pack_request(op: int, offsets: Sequence[int], size: int) -> bytes:
     """`size` bytes at each of the peer's `offsets`."""
-    return REQUEST.pack(op, len(offsets), size) + _swapped(array.array("Q", offsets)).tobytes()
+    return REQUEST.pack(op, len(offsets), size) + pack_offsets(offsets)
+
+
+def pack_offsets(offsets: Sequence[int]) -> bytes:
+    return _swapped(array.array("Q", offsets)).tobytes()
 
 
 def unpack_offsets(data: bytes | bytearray) -> Sequence[int]:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from splitserve.errors import ConfigError, TransferFailed
-from splitserve.transport.base import Link, Transport
+from splitserve.transport.base import IO_TIMEOUT_S, Link, Transport
 from splitserve.transport.registry import TRANSPORTS, is_installed, make_transport
 from splitserve.transport.segment import Segment
 
@@ -342,7 +342,7 @@ def test_a_dead_or_frozen_peer_is_an_error_or_a_whole_answer(
 
 
 BIG_BYTES = 64 << 20
-BIG_SIZE = 512 << 10
+BIG_SIZE = 32 << 10
 
 
 def assert_served(side: Side, peer: Peer, copies: list[int]) -> None:
@@ -371,7 +371,7 @@ def big(name: str) -> Iterator[tuple[Side, Peer]]:
 def test_a_peer_survives_readers_that_break_off(big: tuple[Side, Peer], way: str) -> None:
     side, peer = big
     everything = list(range(0, BIG_BYTES, BIG_SIZE))
-    for taken in (1, 2, 5, 30):
+    for taken in (1, 2, 50, 800):
         copies = [os.dup(fd) for fd in peer.descriptors]
         link = side.open_again(peer, copies)
         cancelled = threading.Event()
@@ -394,7 +394,7 @@ def test_a_peer_survives_readers_that_break_off(big: tuple[Side, Peer], way: str
 def test_a_peer_survives_readers_that_are_killed(name: str, big: tuple[Side, Peer]) -> None:
     side, peer = big
     arguments = [name, str(BIG_BYTES), str(BIG_SIZE), peer.card.hex(), *map(str, peer.descriptors)]
-    for number in range(5):
+    for number in range(8):
         reader = subprocess.Popen(
             [sys.executable, "-c", READER, *arguments],
             pass_fds=peer.descriptors,
@@ -408,6 +408,27 @@ def test_a_peer_survives_readers_that_are_killed(name: str, big: tuple[Side, Pee
             reader.kill()
     time.sleep(0.3)
     assert_served(side, peer, [os.dup(fd) for fd in peer.descriptors])
+
+
+def test_a_peer_survives_being_outwaited(big: tuple[Side, Peer]) -> None:
+    """Frozen while much is under way, and continued when its reader has given up."""
+    side, peer = big
+    copies = [os.dup(fd) for fd in peer.descriptors]
+    everything = list(range(0, BIG_BYTES, BIG_SIZE))
+    link = side.open(peer, num_bytes=BIG_BYTES)
+    side.transport.io_timeout_s = 1.0  # type: ignore[attr-defined]
+    pieces = link.read(everything, everything, BIG_SIZE, NEVER)
+    next(pieces)
+    peer.process.send_signal(signal.SIGSTOP)
+    with contextlib.suppress(TransferFailed):
+        list(pieces)
+    side.bytes[:] = 9
+    peer.process.send_signal(signal.SIGCONT)
+    time.sleep(0.3)
+    assert (side.bytes == 9).all(), "written after the iterator's end"
+    link.close()
+    side.transport.io_timeout_s = IO_TIMEOUT_S  # type: ignore[attr-defined]
+    assert_served(side, peer, copies)
 
 
 def test_a_peer_that_is_gone_can_not_be_opened(name: str, side: Side, peer: Peer) -> None:

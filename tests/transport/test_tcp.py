@@ -253,7 +253,7 @@ def test_a_client_that_stops_in_the_middle_is_let_go(zone: Owner) -> None:
         assert is_ended(dumb)
         assert is_ended(slow)
         deadline = time.monotonic() + 5
-        while any(t.name == "kv-tcp-serve" for t in threading.enumerate()):
+        while any(t.name == "kv-serve" for t in threading.enumerate()):
             assert time.monotonic() < deadline, "still serves who does not read"
             time.sleep(0.02)
     assert np.array_equal(zone.bytes[10:], zone.before[10:])
@@ -270,7 +270,7 @@ def test_a_writer_that_goes_away_writes_nothing_more(zone: Owner) -> None:
     with zone.enter(writable=True) as sock:
         sock.sendall(wire.pack_request(wire.WRITE, [0], REGION) + b"\xee" * 1000)
     deadline = time.monotonic() + 5
-    while any(t.name == "kv-tcp-serve" for t in threading.enumerate()):
+    while any(t.name == "kv-serve" for t in threading.enumerate()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert np.array_equal(zone.bytes[1000:], zone.before[1000:])
