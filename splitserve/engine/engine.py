@@ -24,11 +24,12 @@ from splitserve.connector.jobs import (
 )
 from splitserve.engine.asks import Asks
 from splitserve.engine.keeping import Keeping
+from splitserve.engine.layers import LayerPush
 from splitserve.engine.loading import Loader
 from splitserve.engine.reader import Reader
 from splitserve.engine.scheduler import Drawn, Scheduler
 from splitserve.engine.sequence import Sequence, Status
-from splitserve.engine.source import LayerPush, Source
+from splitserve.engine.source import Source
 from splitserve.engine.step import PlanItem, Runner, StepPlan, StepResult
 from splitserve.errors import DeviceLost, SplitserveError, WorkerFault
 from splitserve.kv.keys import root_key
@@ -36,6 +37,8 @@ from splitserve.kv.table import BlockTable
 from splitserve.sampling import Logprobs
 
 log = logging.getLogger(__name__)
+
+LONG_STEP_TOKENS = 16  # what arrives in a shorter step waits for its end
 
 
 @dataclass(slots=True)
@@ -79,7 +82,11 @@ class Engine:
         self._leases_by_request: dict[str, str] = {}
         self._num_arrived = 0
         self.flush: Callable[[], None] = lambda: None
-        """Sends the outbox now: the host's, called in the middle of a step."""
+        """Sends the outbox now: the host's, called before and in the middle of a step."""
+        self.listen: Callable[[], None] = lambda: None
+        """Takes in messages that can't wait for the end of a step: the host's, called in its
+        middle."""
+        self._deferred: list[Event] = []  # heard of in the middle of a step
 
     # --- messages
 
@@ -160,7 +167,8 @@ class Engine:
         """Take in what happened outside: ended leases, digests, fetches. Then start fetches."""
         now = self.clock.now()
         self._collect_leases(now)
-        for event in self.connector.worker.poll():
+        deferred, self._deferred = self._deferred, []
+        for event in (*deferred, *self.connector.worker.poll()):
             self._take_event(event)
         self.reader.admit(now)
         self._note_changes(computed=False)
@@ -193,9 +201,13 @@ class Engine:
         is_any_ready = self.loader.start()
         if not plan.items:
             return is_any_ready
-        if self._tell_started(plan, now):
-            self.flush()  # a decode worker can get ready while this step is computed
-        plan, result = self._execute(plan, self.source.layers_of(plan, self._sequences))
+        self._tell_started(plan, now)
+        if self.outbox.notices:
+            self.flush()  # others go on by them while this step is computed
+        layers = LayerPush(
+            plan, self._sequences, self.scheduler.pool.block_size, self.connector.worker
+        )
+        plan, result = self._execute(plan, layers)
         after = self.clock.now()
         for drawn in self.scheduler.update(plan, result, after):
             self._tell_drawn(drawn, after)
@@ -270,9 +282,14 @@ class Engine:
         that fail alone; writing the same KV again is harmless. A lost device fails them all, here
         and later: that is the process's end, after which another one takes the requests up."""
         try:
-            if layers is None:
+            if layers is None or plan.num_tokens < LONG_STEP_TOKENS:
                 return plan, self.runner.execute(plan)
-            result = self.runner.execute(plan, layers.on_layer)
+
+            def on_layer(layer: int) -> None:
+                self._hear()
+                layers.on_layer(layer)
+
+            result = self.runner.execute(plan, on_layer)
             layers.note_whole()
             return plan, result
         except DeviceLost:
@@ -291,6 +308,18 @@ class Engine:
         token_ids = [token_id for token_id, _ in results]
         return StepPlan(items), StepResult(token_ids, [logprobs for _, logprobs in results])
 
+    def _hear(self) -> None:
+        """In the middle of a step: what others wait for, and touches nothing that is computed. A
+        landing, digests that were computed meanwhile, parts that are pushed, questions."""
+        self.listen()
+        for event in self.connector.worker.poll():
+            if isinstance(event, SealDone | PushDone | Asked):
+                self._take_event(event)
+            else:
+                self._deferred.append(event)
+        if self.outbox.notices:
+            self.flush()
+
     def _fail(self, request_id: str, error: Exception) -> None:
         log.error("request %s failed in a step: %r", request_id, error)
         self._drop(self._sequences.pop(request_id))
@@ -301,9 +330,8 @@ class Engine:
         for sequence in self.scheduler.take_preempted():
             self.outbox.notices.append(wire.Preempted(sequence.request_id))
 
-    def _tell_started(self, plan: StepPlan, now: float) -> bool:
-        """Tell of legs that left the queue; whether one of them hands over while it computes."""
-        is_early = False
+    def _tell_started(self, plan: StepPlan, now: float) -> None:
+        """Tell of legs that left the queue."""
         for item in plan.items:
             sequence = self._sequences[item.request_id]
             if sequence.started_s == now and sequence.cached_tokens is not None:
@@ -311,10 +339,6 @@ class Engine:
                 self.outbox.notices.append(
                     wire.Started(item.request_id, queued, sequence.cached_tokens)
                 )
-                is_early = is_early or (
-                    sequence.leg is wire.Leg.PREFILL and sequence.grain is not wire.Grain.REQUEST
-                )
-        return is_early
 
     def _tell_drawn(self, drawn: Drawn, now: float) -> None:
         sequence = drawn.sequence

@@ -14,7 +14,7 @@ import msgspec
 
 from splitserve import wire
 from splitserve.clock import Clock
-from splitserve.connector.base import Connector, WorkerSide
+from splitserve.connector.base import Connector
 from splitserve.connector.jobs import (
     HandoffState,
     PushDone,
@@ -26,7 +26,6 @@ from splitserve.connector.jobs import (
 from splitserve.engine.keeping import Keeping
 from splitserve.engine.scheduler import Scheduler
 from splitserve.engine.sequence import Sequence
-from splitserve.engine.step import StepPlan
 from splitserve.errors import TransferFailed
 from splitserve.kv.lease import Lease, LeaseEnd
 
@@ -41,33 +40,6 @@ class _Leaving:
     seal_s: float
     is_last: bool
     num_stored: int | None = None
-
-
-@dataclass(slots=True)
-class LayerPush:
-    """What a step's layers are pushed of: (landing, our blocks, the zone's), per sequence."""
-
-    worker: WorkerSide
-    pieces: list[tuple[Sequence, list[int]]]  # indices of blocks that the step fills
-
-    def on_layer(self, layer: int) -> None:
-        for sequence, indices in self.pieces:
-            landing = sequence.landing
-            assert landing is not None
-            self.worker.start_push(
-                PushJob(
-                    "",
-                    landing,
-                    [sequence.table.blocks[i] for i in indices],
-                    [landing.block_ids[i - landing.first] for i in indices],
-                    layer,
-                )
-            )
-
-    def note_whole(self) -> None:
-        """The step succeeded: all layers of these blocks were pushed."""
-        for sequence, indices in self.pieces:
-            sequence.layered.update(indices)
 
 
 @dataclass(slots=True)
@@ -126,20 +98,6 @@ class Source:
         if sequence.landing is not None and sequence.leg is wire.Leg.PREFILL:
             self._connector.worker.end_push(sequence.landing)
             sequence.landing = None
-
-    def layers_of(self, plan: StepPlan, sequences: dict[str, Sequence]) -> LayerPush | None:
-        """What to push while the plan is computed: blocks that it fills, of legs of grain layer."""
-        pieces = []
-        for item in plan.items:
-            sequence = sequences[item.request_id]
-            landing = sequence.landing
-            if sequence.leg is not wire.Leg.PREFILL or sequence.grain is not wire.Grain.LAYER:
-                continue
-            size, end = self._scheduler.pool.block_size, item.start + len(item.token_ids)
-            stop = -(-end // size) if item.draw is not None else end // size
-            if landing is not None and stop > max(landing.first, item.start // size):
-                pieces.append((sequence, list(range(max(landing.first, item.start // size), stop))))
-        return LayerPush(self._connector.worker, pieces) if pieces else None
 
     def forget(self, lease: Lease) -> None:
         """The lease has ended; if its leg computes on, it will get another."""

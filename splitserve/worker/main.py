@@ -122,6 +122,8 @@ class Worker:
         )
         self.engine = Engine(scheduler, made.runner, self._connector, clock, identity.digest())
         self.engine.flush = lambda: self._tell(progressed=False)
+        self.engine.listen = self._listen
+        self._unread: list[wire.ToWorker] = []  # heard in the middle of a step
         self._clock = clock
         self._no_cancel = threading.Event()
         self._stopping = False
@@ -148,7 +150,8 @@ class Worker:
         """The engine loop, until Stop or SIGTERM."""
         signal.signal(signal.SIGTERM, self._on_term)
         while not self._stopping:
-            for message in self._link.receive():
+            unread, self._unread = self._unread, []
+            for message in (*unread, *self._link.receive()):
                 self._take(message)
             self.engine.pump()
             progressed = self.engine.step()
@@ -162,6 +165,15 @@ class Worker:
         self._connector.worker.close()
         self._link.close()
         self._segment.close()
+
+    def _listen(self) -> None:
+        """In the middle of a step: a landing is used at once, all else waits for its end."""
+        for message in self._link.receive():
+            if isinstance(message, wire.Land):
+                self._take(message)
+            else:
+                self._unread.append(message)
+        self._tell(progressed=False)  # a sign of life too: a step may take seconds
 
     def _take(self, message: wire.ToWorker) -> None:
         match message:
