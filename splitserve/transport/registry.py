@@ -16,6 +16,7 @@ TRANSPORTS = {
     "shm": ("splitserve.transport.shm", "ShmTransport", ""),
     "tcp": ("splitserve.transport.tcp", "TcpTransport", ""),
     "nixl": ("splitserve.transport.nixl", "NixlTransport", "nixl"),
+    "collective": ("splitserve.transport.collective", "CollectiveTransport", ""),
 }
 """Name: module, class, and the extra of this package that brings what it imports."""
 
