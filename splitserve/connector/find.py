@@ -67,6 +67,18 @@ class Finder:
     def start(self, job: FindJob) -> None:
         self._pass_on(_Question(job, list(job.hints)))
 
+    def meet(self, worker_id: str, epoch: str, address: str) -> None:
+        """Connect ahead of the first question."""
+
+        def meet() -> None:
+            try:
+                self._channel(line, Hint(worker_id, epoch, address, 0, 0.0, 0.0))
+            except SplitserveError as error:
+                log.info("worker %s could not be met: %s", worker_id, error.message)
+
+        line = self._line(worker_id)
+        self._lanes.submit(worker_id, meet)
+
     def close(self) -> None:
         self._closing.set()
         self._lanes.close()
@@ -82,10 +94,13 @@ class Finder:
             self._lanes.submit("the store", functools.partial(self._ask_store, question))
             return
         worker_id = question.hints[0].worker_id
-        with self._lock:
-            line = self._lines.setdefault(worker_id, _Line())
+        line = self._line(worker_id)
         line.waiting.append(question)
         self._lanes.submit(worker_id, functools.partial(self._ask_line, line))
+
+    def _line(self, worker_id: str) -> _Line:
+        with self._lock:
+            return self._lines.setdefault(worker_id, _Line())
 
     # --- a lane's thread
 

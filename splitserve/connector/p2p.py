@@ -127,6 +127,7 @@ class P2PWorker(WorkerSide):
 
     def meet(self, worker_id: str, epoch: str, address: str) -> None:
         self._fetcher.meet(worker_id, epoch, address)
+        self._finder.meet(worker_id, epoch, address)
 
     def end_lease(self, source: Part | Offer) -> None:
         self._fetcher.end_lease(source)

@@ -105,14 +105,13 @@ def refusal(host: EngineHost, offer: wire.Offer) -> str:
     return failed.reason
 
 
-def test_pools_of_different_dtypes_refuse_each_other_naming_both(tiny: Path) -> None:
-    """By the offer, and by the source when a reader says hello."""
+def test_an_offer_that_hides_its_dtype_is_not_used(tiny: Path) -> None:
+    """Pools of different dtypes convert (tests/connector/test_convert.py), if both are known."""
     source = Bench(load(tiny, "bfloat16"), exact=False).host(Answers(), NUM_BLOCKS)
     target = Bench(load(tiny), exact=False).host(Answers(), NUM_BLOCKS)
     offer = offer_of(source)
-    assert "dtype: 'float32' here, 'bfloat16' there" in refusal(target, offer)
     forged = msgspec.structs.replace(offer, format=target.config.kv_format)
-    assert "dtype: 'bfloat16' here, 'float32' there" in refusal(target, forged)
+    assert "another than was offered" in refusal(target, forged)
     for host in (source, target):
         host.engine.abort("p")
         host.settle()
