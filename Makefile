@@ -4,21 +4,27 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: demo test check bench docs nightly clean
+.PHONY: demo test test-transfer check bench docs nightly clean
 
 demo: $(VENV)/.base
 	@$(BIN)/splitserve demo
 
 test: $(VENV)/.dev
 	$(BIN)/splitserve model pull
-	$(BIN)/python -m pytest -m "not nightly" --durations=5
+	$(BIN)/python -m pytest -m "not nightly and not transfer" --durations=5
+
+# All transports and tiers that install here. A redis server and mooncake's libraries are Debian's:
+# redis-server, libibverbs1 librdmacm1 libnuma1 liburing2.
+test-transfer: $(VENV)/.transports
+	$(BIN)/splitserve model pull
+	$(BIN)/python -m pytest -m "transfer and not nightly" --durations=10
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-nightly: $(VENV)/.dev
+nightly: $(VENV)/.transports
 	$(BIN)/splitserve model pull
 	$(BIN)/python -m pytest -m nightly --durations=10
 	$(MAKE) bench
@@ -44,4 +50,8 @@ $(VENV)/.base: pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.base
 	@$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(VENV)/.transports: $(VENV)/.dev
+	@$(PIP) install -c constraints.txt -e '.[dev,transports]'
 	@touch $@
