@@ -7,6 +7,8 @@ for bit.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -123,6 +125,38 @@ def test_split_and_cached(bench: Bench, cases: list[Case], reference: Answers) -
     assert sum(one.cached_tokens > 0 for one in cached) >= 4
 
 
+def only(answers: Answers, cases: list[Case]) -> Answers:
+    """Those of these cases."""
+    names = {case.name for case in cases}
+    tokens = {name: ids for name, ids in answers.tokens.items() if name in names}
+    return Answers(tokens, answers.logits)
+
+
+def test_split_through_a_store_and_kept(
+    bench: Bench, cases: list[Case], reference: Answers, tmp_path: Path
+) -> None:
+    """By files alone; then on an engine that has nothing but them."""
+    long = [case for case in cases if 150 < len(case.prompt_ids) < 600]
+    store = (f"disk:{tmp_path}",)
+    got = bench.run_split(
+        long,
+        NUM_BLOCKS,
+        max_batched_tokens=128,
+        grain=wire.Grain.CHUNK,
+        store=store,
+        by_store=True,
+    )
+    only(reference, long).require_equal(got)
+    loaded: list[wire.Loaded] = []
+
+    def observe(host: EngineHost) -> None:
+        loaded.extend(notices(host, wire.Loaded))  # type: ignore[arg-type]
+
+    again = bench.run(long, NUM_BLOCKS, store=store, observe=observe)
+    only(reference, long).require_equal(again)
+    assert sum(one.num_tokens for one in loaded) > 100 * len(long)
+
+
 @pytest.mark.parametrize(
     ("way", "transport"), [("chunk-pull", "shm"), ("chunk-push", "tcp"), ("layer-push", "tcp")]
 )
@@ -146,13 +180,8 @@ def test_split_while_prefill_goes_on(
         transport=transport,
         observe=observe,
     )
-    names = {case.name for case in long}
-    assert len(names) == 2
-    expected = Answers(
-        {name: tokens for name, tokens in reference.tokens.items() if name in names},
-        reference.logits,
-    )
-    expected.require_equal(got)
+    assert len(long) == 2
+    only(reference, long).require_equal(got)
     assert len(parts) >= 2
     assert any(one.part.pushed for one in parts) == (direction == "push")
 
