@@ -17,6 +17,7 @@ TRANSPORTS = {
     "tcp": ("splitserve.transport.tcp", "TcpTransport", ""),
     "nixl": ("splitserve.transport.nixl", "NixlTransport", "nixl"),
     "collective": ("splitserve.transport.collective", "CollectiveTransport", ""),
+    "mooncake": ("splitserve.transport.mooncake", "MooncakeTransport", "mooncake"),
 }
 """Name: module, class, and the extra of this package that brings what it imports."""
 
