@@ -159,5 +159,7 @@ class Finder:
     def _ask_store(self, question: _Question) -> None:
         self._faults.hit("find", self._closing)
         job = question.job
-        num_blocks = self._store.find(job.keys) if self._store is not None else 0
+        num_blocks = 0
+        if self._store is not None and job.with_store:
+            num_blocks = self._store.find(job.keys)
         self._report(FoundDone(job.request_id, job.first, num_blocks, None, question.failed))

@@ -91,12 +91,13 @@ class FetchDone:
 @dataclass(frozen=True, slots=True)
 class FindJob:
     """Ask where blocks of these keys are, the leading ones of a prompt that we lack; first is the
-    index of keys[0] in it. Hinted workers are asked first, then the store."""
+    index of keys[0] in it. Hinted workers are asked first, then the store, if with_store."""
 
     request_id: str
     keys: list[bytes]
     first: int
     hints: list[Hint]
+    with_store: bool = True
 
 
 @dataclass(frozen=True, slots=True)

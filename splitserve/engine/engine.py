@@ -77,7 +77,7 @@ class Engine:
         self.keeping = Keeping(scheduler.pool, connector)
         self.source = Source(scheduler, connector, self.keeping, clock, self._tell)
         self.reader = Reader(scheduler, connector, clock, self._tell, self._sequences)
-        self.loader = Loader(scheduler, connector, self._tell, self._sequences)
+        self.loader = Loader(scheduler, connector, clock, self._tell, self._sequences)
         self.asks = Asks(scheduler, connector, clock)
         self._leases_by_request: dict[str, str] = {}
         self._num_arrived = 0
@@ -170,6 +170,7 @@ class Engine:
         deferred, self._deferred = self._deferred, []
         for event in (*deferred, *self.connector.worker.poll()):
             self._take_event(event)
+        self.loader.give_up(now)
         self.reader.admit(now)
         self._note_changes(computed=False)
 
@@ -241,6 +242,11 @@ class Engine:
             preemptions=scheduler.num_preemptions,
             admits_prefill=scheduler.admits_prefill,
         )
+
+    def next_deadline_s(self) -> float | None:
+        """When the engine has something to do, though nothing happens."""
+        deadlines = self.scheduler.leases.next_deadline_s(), self.loader.next_deadline_s()
+        return min((one for one in deadlines if one is not None), default=None)
 
     @property
     def is_idle(self) -> bool:

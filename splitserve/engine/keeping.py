@@ -22,6 +22,7 @@ class Keeping:
 
     def __init__(self, pool: BlockPool, connector: Connector) -> None:
         self.num_unsaved = 0
+        self.is_shared = True  # False: what is computed here is of rounded weights, for us alone
         self._pool = pool
         self._connector = connector
         self._numbers = itertools.count()
@@ -34,6 +35,8 @@ class Keeping:
         shortened for the gateway."""
         changes = self._pool.take_changes()
         here = [(key, block) for key, block in changes.sealed if self._pool.holds(key)]
+        if computed and not self.is_shared:
+            here = []
         if computed and self._connector.has_store and here:
             self._keep(here)
         return [key[:KEY_BYTES] for key, _ in here], [

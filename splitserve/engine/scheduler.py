@@ -167,6 +167,17 @@ class Scheduler:
         sequence.status = Status.FETCHING
         self.fetching[sequence.request_id] = sequence
 
+    def give_up_load(self, sequence: Sequence, now_s: float) -> None:
+        """Its job takes too long: the sequence queues again, to be computed. The job's blocks stay
+        in quarantine until it has ended."""
+        del self.fetching[sequence.request_id]
+        self._abandon_held(sequence, now_s)
+        sequence.table.free()
+        sequence.incoming = sequence.found = None
+        sequence.status = Status.WAITING
+        index = sum(1 for other in self.waiting if other.number < sequence.number)
+        self.waiting.insert(index, sequence)
+
     def end_job(self, request_id: str) -> bool:
         """One of a fetch's jobs is over. False if its sequence was aborted before."""
         orphan = self._orphans.get(request_id)

@@ -123,6 +123,7 @@ class Worker:
         self.engine = Engine(scheduler, made.runner, self._connector, clock, identity.digest())
         self.engine.flush = lambda: self._tell(progressed=False)
         self.engine.listen = self._listen
+        self.engine.keeping.is_shared = spec.weights != "int8"
         self._unread: list[wire.ToWorker] = []  # heard in the middle of a step
         self._clock = clock
         self._no_cancel = threading.Event()
@@ -235,7 +236,7 @@ class Worker:
         """How long nothing can happen without a message or a wake."""
         now = self._clock.now()
         until = self._last_frame_s + HEARTBEAT_S
-        deadline = self.engine.scheduler.leases.next_deadline_s()
+        deadline = self.engine.next_deadline_s()
         if deadline is not None:
             until = min(until, deadline + 0.001)
         return max(0.0, until - now)

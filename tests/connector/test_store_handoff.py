@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +13,13 @@ from pathlib import Path
 import pytest
 
 from splitserve import wire
-from splitserve.clock import MonotonicClock
+from splitserve.clock import ManualClock, MonotonicClock
+from splitserve.kv.keys import granule_keys, root_key
+from splitserve.store.base import Tier
 from splitserve.store.chain import KVStore
 from splitserve.store.registry import make_tier, parse_tier
 from splitserve.wire import Leg
-from tests.support.engines import EngineHost, expected_tokens
+from tests.support.engines import IDENTITY, EngineHost, expected_tokens
 from tests.support.pairs import GREEDY, PROMPT, Pair, random_handoffs
 
 BLOCK_BYTES = 16 * 8  # of the simulated model
@@ -158,6 +161,22 @@ def test_answers_are_kept_too(make_store: Callable[[], KVStore]) -> None:
     other.close()
 
 
+def test_what_is_computed_with_rounded_weights_is_for_nobody_else(
+    make_store: Callable[[], KVStore],
+) -> None:
+    host = EngineHost(128, store=make_store())
+    host.engine.keeping.is_shared = False
+    host.submit("r", PROMPT, GREEDY)
+    host.run_until(wire.End)
+    host.settle()
+    assert not host.engine.outbox.cached
+    host.close()
+    store = make_store()
+    keys = granule_keys(root_key(IDENTITY), PROMPT)
+    assert store.find(keys) == 0
+    store.close()
+
+
 def test_tenants_do_not_meet_in_the_store(make_store: Callable[[], KVStore]) -> None:
     for number, salt in enumerate(("a", "b", "a")):
         host = EngineHost(128, store=make_store())
@@ -175,6 +194,56 @@ def test_random_handoffs_through_the_store(make_store: Callable[[], KVStore]) ->
         pair = Pair(way=way, make_store=make_store, by_store=by_store)
         assert random_handoffs(pair, random.Random(3), 60) > 20
         pair.close()
+
+
+@pytest.mark.parametrize("what", ["find", "load"])
+def test_a_store_that_hangs_holds_up_nobody_for_long(tmp_path: Path, what: str) -> None:
+    """Not an error, no answer: the prompt is computed, the next ones do not ask; blocks that the
+    store may still fill are nobody's until it has ended."""
+
+    def make_store() -> tuple[KVStore, Tier]:
+        tier = make_tier(parse_tier(f"disk:{tmp_path}/kv"), b"namespace", BLOCK_BYTES)
+        return KVStore([tier], MonotonicClock()), tier
+
+    store, _ = make_store()
+    before = EngineHost(128, store=store)
+    before.submit("r", PROMPT, GREEDY)
+    before.run_until(wire.End)
+    before.settle()
+    before.close()
+    store, tier = make_store()
+    goes_on = threading.Event()
+    inner = getattr(tier, what)
+
+    def hang(*arguments: object) -> int:
+        goes_on.wait(60)
+        return int(inner(*arguments))
+
+    setattr(tier, what, hang)
+    clock = ManualClock()
+    host = EngineHost(128, store=store, clock=clock)
+    host.submit("r", PROMPT, GREEDY)
+    for _ in range(2000):
+        host.turn()
+        if what == "find" or host.scheduler.fetching:
+            break
+        host.woken.wait(0.001)
+        host.woken.clear()
+    assert not host.tokens
+    assert host.engine.next_deadline_s() is not None
+    clock.advance(60.0)
+    host.run_until(wire.End)
+    assert host.tokens["r"] == expected_tokens(PROMPT, GREEDY, 12)
+    (loaded,) = [x for x in host.notices if isinstance(x, wire.Loaded)]
+    assert (loaded.num_tokens, bool(loaded.reason)) == (0, True)
+    assert host.pool.num_quarantined == (19 if what == "load" else 0)
+    host.submit("next", PROMPT[::-1], GREEDY)
+    host.run_until(wire.End, num=2)
+    assert len([x for x in host.notices if isinstance(x, wire.Loaded)]) == 1
+    goes_on.set()
+    host.settle()
+    assert host.pool.num_quarantined == 0
+    host.close()
 
 
 class Slow:
