@@ -22,7 +22,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import os
-import select
 import socket
 import struct
 import threading
@@ -30,17 +29,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
-import numpy.typing as npt
-
 from splitserve.errors import ConfigError, TransferFailed
 from splitserve.transport import tcp_wire as wire
 from splitserve.transport.base import IO_TIMEOUT_S, Export, Link, Pieces, Transport, check_pieces
+from splitserve.transport.mover import PAUSE_S, Look, Mover, MoverFailed, Region
 from splitserve.transport.segment import Segment
 from splitserve.transport.tcp import CONNECT_TIMEOUT_S, connect
 from splitserve.transport.tcp_server import Refused, ServedExport, Session
-
-Region = npt.NDArray[np.uint8]
 
 BATCH_BYTES = 8 << 20
 """Of one request, if its pieces are smaller: how early the first index comes, and how late a
@@ -54,49 +49,6 @@ SETTLE_S = 0.5
 _DONE = b"\x06"
 _FRAME = struct.Struct("!I")
 _MAX_GREETING_BYTES = 1 << 20
-_POLL_MS = 20
-_SPIN_S = 200e-6
-_PAUSE_S = 20e-6
-
-
-class MoverFailed(Exception):
-    """What the library reported, or that it timed out."""
-
-
-class Mover(abc.ABC):
-    """One end of one connection. Used by one thread; raises MoverFailed."""
-
-    poll_ms: int
-    """How long our thread may sleep on the connection while something is under way."""
-
-    @property
-    @abc.abstractmethod
-    def greeting(self) -> bytes:
-        """What the other end needs."""
-
-    @abc.abstractmethod
-    def meet(self, greeting: bytes) -> None:
-        """The other end's greeting has come; it has, or will get, ours."""
-
-    @abc.abstractmethod
-    def give(self, ours: Sequence[int], theirs: Sequence[int], size: int) -> None:
-        """Begin to copy from our offsets to theirs."""
-
-    @abc.abstractmethod
-    def take(self, ours: Sequence[int], size: int) -> None:
-        """Begin to let the other end's bytes into our offsets."""
-
-    @abc.abstractmethod
-    def given(self) -> bool:
-        """Let the library go on; whether all that we gave can be finished by the other end."""
-
-    @abc.abstractmethod
-    def finish(self, timeout_s: float) -> None:
-        """Wait until the oldest that was begun is over: what was taken is in place."""
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """After it nothing of this end moves. Idempotent."""
 
 
 class AskedTransport(Transport):
@@ -283,7 +235,7 @@ class AskedLink(Link):
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     raise TimeoutError("it does not hear us") from None
-                time.sleep(_PAUSE_S)
+                time.sleep(PAUSE_S)
 
     def _receive(self, size: int, cancelled: threading.Event) -> bytes:
         assert self._socket is not None
@@ -299,7 +251,7 @@ class AskedLink(Link):
     def _wait(self, enough: Callable[[], bool], cancelled: threading.Event) -> None:
         """Until `enough`, or the connection has something."""
         assert self._socket is not None
-        look = _Look(self._socket, self._mover)
+        look = Look(self._socket, self._mover)
         start = time.monotonic()
         while not (enough() or look()):
             _check(cancelled)
@@ -395,7 +347,7 @@ class _AskedSession(Session):
             raise Refused
 
     def _await_done(self, mover: Mover) -> None:
-        look = _Look(self.socket, mover)
+        look = Look(self.socket, mover)
         deadline = time.monotonic() + self.io_timeout_s
         while not look():
             if time.monotonic() >= deadline:
@@ -404,32 +356,6 @@ class _AskedSession(Session):
         self._fill(done)
         if done != _DONE:
             raise Refused
-
-
-class _Look:
-    """Whether a connection has something; meanwhile its mover goes on."""
-
-    def __init__(self, sock: socket.socket, mover: Mover | None) -> None:
-        self._poll = select.poll()
-        self._poll.register(sock, select.POLLIN)
-        self._mover = mover
-        self._start = time.monotonic()
-
-    def __call__(self) -> bool:
-        if self._mover is None:
-            return bool(self._poll.poll(_POLL_MS))
-        self._mover.given()
-        if self._poll.poll(self._mover.poll_ms):
-            return True
-        if not self._mover.poll_ms:
-            pause(self._start)
-        return False
-
-
-def pause(start: float) -> None:
-    """For who looks again and again since `start`."""
-    if time.monotonic() - start > _SPIN_S:
-        time.sleep(_PAUSE_S)
 
 
 class _Deadline(threading.Event):

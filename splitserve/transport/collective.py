@@ -31,7 +31,8 @@ import torch
 import torch.distributed
 
 from splitserve.errors import ConfigError
-from splitserve.transport.asked import AskedTransport, Mover, MoverFailed, Region
+from splitserve.transport.asked import AskedTransport
+from splitserve.transport.mover import Mover, MoverFailed, Region
 from splitserve.transport.tcp_server import listen
 
 _c10d: Any = torch.distributed  # its types leave out what is used here

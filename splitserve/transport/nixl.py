@@ -40,8 +40,9 @@ import numpy.typing as npt
 from nixl_cu12 import _bindings as nixl
 
 from splitserve.errors import ConfigError
-from splitserve.transport.asked import AskedTransport, Mover, MoverFailed, Region, pause
+from splitserve.transport.asked import AskedTransport
 from splitserve.transport.base import IO_TIMEOUT_S
+from splitserve.transport.mover import Mover, MoverFailed, Region, pause
 from splitserve.transport.segment import Segment
 
 _TLS = "^cma"
