@@ -331,7 +331,8 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
 
 
 class HintFailed(msgspec.Struct, frozen=True, tag="hint_failed"):
-    """A hint was wrong: the worker has so many of the leading blocks, or can't be asked."""
+    """A hint was of no use. num_blocks: how many of the leading blocks the worker has; none if it
+    can't be asked, as many as hinted if it did not answer in time."""
 
     request_id: str
     worker_id: str

@@ -31,11 +31,12 @@ _MIN_STEP_TOKENS = 16  # smaller steps say little of prefill
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A leg that goes on without, from `until_s` on. by_store: nobody else is waited for."""
+    """A leg that goes on without, from `until_s` on. by: the worker that is waited for first; the
+    store, if None."""
 
     sequence: Sequence
     until_s: float
-    by_store: bool
+    by: wire.Hint | wire.Part | None
 
 
 class Speeds:
@@ -102,7 +103,9 @@ class Loader:
             return False
         compute_s = self.speeds.compute_s((len(keys) - first) * size)
         limit_s = max(MIN_LIMIT_S, min(FIND_LIMIT_S, compute_s))
-        self._finding[sequence.request_id] = _Waiting(sequence, now + limit_s, not hints)
+        self._finding[sequence.request_id] = _Waiting(
+            sequence, now + limit_s, hints[0] if hints else None
+        )
         self._connector.worker.start_find(
             FindJob(sequence.request_id, keys[first:], first, hints, with_store)
         )
@@ -178,10 +181,14 @@ class Loader:
         return [waiting.pop(name) for name in late]
 
     def _tell_late(self, waiting: _Waiting, reason: str) -> None:
-        if waiting.by_store:
+        request_id, by = waiting.sequence.request_id, waiting.by
+        source = STORE if by is None else by.worker_id
+        if by is None:
             self._store_muted_until_s = self._clock.now() + MUTE_S
-        source = waiting.sequence.found.source if waiting.sequence.found else STORE
-        self._tell(wire.Loaded(waiting.sequence.request_id, source, 0, 0, 0.0, reason))
+        elif isinstance(by, wire.Hint):  # it may well have them
+            num = by.num_blocks
+            self._tell(wire.HintFailed(request_id, by.worker_id, by.epoch, num, num))
+        self._tell(wire.Loaded(request_id, source, 0, 0, 0.0, reason))
 
     def _is_worthwhile(self, event: FoundDone) -> bool:
         if self.always or self._connector.kv_format is None:
@@ -217,7 +224,7 @@ class Loader:
         size = self._connector.kv_format.block_bytes if self._connector.kv_format else 0
         limit_s = max(LOAD_LIMIT_S, 10 * self.speeds.load_s(_kind(found.part), size * len(target)))
         until_s = self._clock.now() + limit_s
-        self._loading[sequence.request_id] = _Waiting(sequence, until_s, found.part is None)
+        self._loading[sequence.request_id] = _Waiting(sequence, until_s, found.part)
         incoming.num_asked = found.stop
         incoming.num_jobs = 1
         self._connector.worker.start_fetch(job)

@@ -335,6 +335,8 @@ async def test_the_holder_stands_still(hinted: Lab) -> None:
     await until(lambda: flight.output_ids, "first token")
     assert flight.journey.timeline.cached_tokens == 0
     assert flight.journey.timeline.num_hints_failed == 1
+    assert f"load from {D} failed: nobody answered in time" in flight.journey.timeline.notes
+    assert hinted.hub.index.num_keys(D) > 20  # it has them still
     hinted.resume_all()
     await flight.arrive()
 
