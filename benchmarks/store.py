@@ -15,6 +15,7 @@ than computing the prefix anew, at RECOMPUTE tokens/s.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -102,6 +103,35 @@ def redis_at(root: Path) -> Iterator[str]:
     server.wait(30)
 
 
+@contextlib.contextmanager
+def mooncake(root: Path, binaries: Path) -> Iterator[str]:
+    """A master, and a stand-alone client that holds the blocks."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(3)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        ports = [probe.getsockname()[1] for probe in probes]
+    address = f"127.0.0.1:{ports[0]}"
+    commands = [
+        ["mooncake_master", f"-rpc_port={ports[0]}", f"-metrics_port={ports[1]}"],
+        ["mooncake_client", "-host=127.0.0.1", f"-port={ports[2]}", "-global_segment_size=256MB"],
+    ]
+    commands[1] += [f"-master_server_address={address}", "-metadata_server=P2PHANDSHAKE"]
+    servers = []
+    with (root / "mooncake.log").open("wb") as log:
+        for name, *arguments in commands:
+            servers.append(
+                subprocess.Popen(
+                    [binaries / name, *arguments], stdout=log, stderr=subprocess.STDOUT
+                )
+            )
+            time.sleep(2.0)
+    yield f"mooncake://{address}"
+    for server in servers:
+        server.kill()
+        server.wait(30)
+
+
 def from_socket(stack: contextlib.ExitStack, source: np.ndarray, target: np.ndarray) -> Work:
     """Another process sends the same bytes as often as it is asked."""
     ours, theirs = socket.socketpair()
@@ -183,8 +213,14 @@ def main(directory: str | None) -> None:
             places["redis"] = stack.enter_context(redis_at(root))
         else:
             print("redis: left out, redis-server is not installed")
+        if (found := importlib.util.find_spec("mooncake")) and found.origin:
+            binaries = Path(found.origin).parent
+            places["mooncake"] = stack.enter_context(mooncake(root, binaries))
+        else:
+            print("mooncake: left out, its wheel is not installed")
         for name, place in places.items():
-            spec = parse_tier(f"{place}?limit={LIMIT}")
+            limit = "" if name == "mooncake" else f"?limit={LIMIT}"  # the pool is another's
+            spec = parse_tier(place + limit)
             tier = make_tier(spec, b"benchmark", FORMAT.block_bytes)
             stack.callback(tier.close)
             bench = Bench(tier, source, target)

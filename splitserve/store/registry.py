@@ -5,9 +5,11 @@
   disk:/var/kv?limit=10G&ttl=3600          files of this host
   shared_storage:/mnt/kv?limit=10G         files that several hosts see
   redis://host:6379/0?limit=2G&policy=lru  a redis server; redis:/run/redis.sock by a Unix socket
+  mooncake://host:50051?limit=1G           the pool of a Mooncake master, and what we add to it
 
-Options: limit (bytes of blocks, all namespaces), ttl (seconds; never, unless told), policy (lru or
-frequency), timeout (seconds after which what does not answer can't be reached).
+Options: limit (bytes of blocks, all namespaces; of mooncake, what each worker adds to the pool),
+ttl (seconds; never, unless told), policy (lru or frequency), timeout (seconds after which what does
+not answer can't be reached).
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ TIERS = {
     "disk": ("splitserve.store.disk", "DiskTier", ""),
     "shared_storage": ("splitserve.store.shared_storage", "SharedStorageTier", ""),
     "redis": ("splitserve.store.redis", "RedisTier", "redis"),
+    "mooncake": ("splitserve.store.mooncake", "MooncakeTier", "mooncake"),
 }
 """Name: module, class, and the extra of this package that brings what it imports. A class is made
 from the place that the operator wrote and a TierConfig."""
@@ -82,6 +85,7 @@ _EXAMPLES = {
     "disk": "disk:/var/kv",
     "shared_storage": "shared_storage:/mnt/kv",
     "redis": "redis://localhost:6379/0",
+    "mooncake": "mooncake://localhost:50051",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import itertools
 import os
 import shutil
@@ -11,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,9 +26,19 @@ from splitserve.store.base import Tier
 from splitserve.store.registry import make_tier, parse_tier
 
 SIZE = 48 << 10
-NAMES = ("memory", "disk", "shared_storage", "redis")
-SERVERS = ("memory", "redis")
+NAMES = ("memory", "disk", "shared_storage", "redis", "mooncake")
+SERVERS = ("memory", "redis", "mooncake")
 START_S = 30.0
+
+NOT_PROMISED = {
+    "mooncake": {
+        "limit": "its limit is what a process adds to a pool; what is evicted, and when, is the "
+        "master's business (tests/store/test_mooncake.py has what holds)",
+        "counts": "its client can't count the pool's blocks",
+        "at once": "what a dead writer had begun blocks its keys until the master discards it",
+    }
+}
+"""Clauses of the contract that a tier declares not to keep, in the docstring of its module."""
 
 
 def make_keys(*numbers: int) -> list[bytes]:
@@ -68,22 +80,35 @@ class Place:
         self.name = name
         self.root = root
         self.process: subprocess.Popen[bytes] | None = None
+        self.pool: Mooncake | None = None
         self._socket = f"splitserve-test-{uuid.uuid4().hex}"
         self._options = ""
         self._tiers: list[Tier] = []
         self._numbers = itertools.count()
 
+    def promises(self, clause: str) -> bool:
+        return clause not in NOT_PROMISED.get(self.name, {})
+
+    def needs(self, clause: str) -> None:
+        if not self.promises(clause):
+            pytest.skip(f"{self.name} does not promise it: {NOT_PROMISED[self.name][clause]}")
+
     def text(self, **options: object) -> str:
         """As an operator writes it."""
+        if self.pool is not None:
+            options.pop("limit", None)  # the pool's memory is a stand-alone client's
         query = "&".join(f"{option}={value}" for option, value in options.items())
         at = {
             "memory": f"memory:unix:{self._socket}",
             "redis": f"redis:{self.root}/redis.sock",
+            "mooncake": self.pool.place if self.pool else "",
         }.get(self.name, f"{self.name}:{self.root}/kv")
         return f"{at}?{query}"
 
     def open(self, namespace: bytes = b"model", block_bytes: int = SIZE, **options: object) -> Tier:
         options.setdefault("limit", 64 << 20)
+        if self.name == "mooncake" and self.pool is None:
+            self.pool = Mooncake(self.root)
         text = self.text(**options)
         if self.name in SERVERS and self.process is None:
             self._options = text
@@ -101,6 +126,11 @@ class Place:
             )
             assert self.process.stdout is not None
             assert b"listening" in self.process.stdout.readline()
+            return
+        if self.pool is not None:
+            self.process = self.pool.start_master()
+            self.pool.start_holder()
+            self.pool.await_holders(1)
             return
         if shutil.which("redis-server") is None:
             pytest.skip("redis-server is not installed: the redis tier is not tested")
@@ -136,6 +166,12 @@ class Place:
             value = bytearray(client.get(name))
             value[-100] ^= 1
             client.set(name, bytes(value), keepttl=True)
+        elif self.name == "mooncake":
+            process, names = tier._process, [tier._name(make_keys(number)[0])]  # type: ignore[attr-defined]
+            process.ask(2, "get", names, START_S)
+            process.areas[2][SIZE // 2] ^= 1
+            process.ask(2, "remove", names, START_S)
+            process.ask(2, "put", names, START_S)
         else:
             path = self.file_of(tier, number)
             data = bytearray(path.read_bytes())
@@ -157,6 +193,91 @@ class Place:
             for pipe in (self.process.stdin, self.process.stdout):
                 if pipe is not None:
                     pipe.close()
+        if self.pool is not None:
+            self.pool.close()
+
+
+class Mooncake:
+    """A master of Mooncake, and stand-alone clients that add memory to its pool."""
+
+    def __init__(self, root: Path) -> None:
+        found = importlib.util.find_spec("mooncake")
+        if found is None or not found.submodule_search_locations:
+            pytest.skip("mooncake's wheel is not installed: the mooncake tier is not tested")
+        self._binaries = Path(found.submodule_search_locations[0])
+        self._log = root / "mooncake.log"
+        self.port, self._metrics_port = free_ports(2)
+        self.place = f"mooncake://127.0.0.1:{self.port}"
+        self.holders: list[subprocess.Popen[bytes]] = []
+        self._master: subprocess.Popen[bytes] | None = None
+
+    def start_master(self, *flags: str) -> subprocess.Popen[bytes]:
+        """It discards what dead writers began after a second, not 30."""
+        self._master = self._spawn(
+            "mooncake_master",
+            f"-rpc_port={self.port}",
+            f"-metrics_port={self._metrics_port}",
+            "-rpc_address=127.0.0.1",
+            "-metrics_host=127.0.0.1",
+            "-put_start_discard_timeout_sec=1",
+            *flags,
+        )
+        deadline = time.monotonic() + START_S
+        while not _accepts(self.port) or not _accepts(self._metrics_port):
+            assert time.monotonic() < deadline
+            assert self._master.poll() is None, self._log.read_text()
+            time.sleep(0.01)
+        return self._master
+
+    def start_holder(self, size: str = "64MB") -> None:
+        """Unless there is one, which finds the master by itself."""
+        if any(holder.poll() is None for holder in self.holders):
+            return
+        (port,) = free_ports(1)
+        holder = self._spawn(
+            "mooncake_client",
+            "-host=127.0.0.1",
+            f"-port={port}",
+            f"-master_server_address=127.0.0.1:{self.port}",
+            "-metadata_server=P2PHANDSHAKE",
+            f"-global_segment_size={size}",
+        )
+        self.holders.append(holder)
+
+    def await_holders(self, num: int) -> None:
+        """Until so many segments are in the pool."""
+        url = f"http://127.0.0.1:{self._metrics_port}/get_all_segments"
+        deadline = time.monotonic() + START_S
+        while True:
+            with contextlib.suppress(OSError):
+                said = urllib.request.urlopen(url, timeout=START_S).read().decode()
+                if len(said.split()) == num:
+                    return
+            assert time.monotonic() < deadline, self._log.read_text()
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        for process in (*self.holders, *((self._master,) if self._master else ())):
+            process.kill()
+            process.wait()
+
+    def _spawn(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+        with self._log.open("ab") as log:
+            command = [str(self._binaries / name), *arguments]
+            return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+
+
+def free_ports(num: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(num)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def _accepts(port: int) -> bool:
+    with socket.socket() as connection:
+        return connection.connect_ex(("127.0.0.1", port)) == 0
 
 
 def _listens(path: Path) -> bool:

@@ -51,7 +51,8 @@ def test_what_is_saved_is_found_and_loaded(place: Place) -> None:
     assert load(tier, *reversed(EIGHT)) == 8
     stats = tier.stats()
     assert (stats.saved, stats.hits, stats.misses, stats.corrupt) == (8, 16, 1, 0)
-    assert (stats.num_blocks, stats.num_bytes) == (8, 8 * SIZE)
+    if place.promises("counts"):
+        assert (stats.num_blocks, stats.num_bytes) == (8, 8 * SIZE)
 
 
 def test_nothing_to_do_is_done(place: Place) -> None:
@@ -93,7 +94,8 @@ def test_a_key_twice_in_a_batch_is_one_block(place: Place) -> None:
     tier = place.open()
     assert save(tier, 0, 1, 0, 1) == 2
     assert load(tier, 0, 1, 0) == 3
-    assert tier.stats().num_blocks == 2
+    if place.promises("counts"):
+        assert tier.stats().num_blocks == 2
 
 
 def test_many_blocks_at_once(place: Place) -> None:
@@ -140,6 +142,7 @@ def test_namespaces_may_have_blocks_of_other_sizes(place: Place) -> None:
 @pytest.mark.parametrize("policy", ["lru", "frequency"])
 def test_the_least_recently_used_are_evicted(place: Place, policy: str) -> None:
     """With either policy, if all were used equally often."""
+    place.needs("limit")
     tier = place.open(limit=4 * SIZE, policy=policy)
     for number in EIGHT:
         assert save(tier, number) == 1
@@ -149,6 +152,7 @@ def test_the_least_recently_used_are_evicted(place: Place, policy: str) -> None:
 
 
 def test_a_load_is_a_use(place: Place) -> None:
+    place.needs("limit")
     tier = place.open(limit=4 * SIZE)
     for number in range(4):
         save(tier, number)
@@ -158,6 +162,7 @@ def test_a_load_is_a_use(place: Place) -> None:
 
 
 def test_what_is_used_often_outlives_a_scan(place: Place) -> None:
+    place.needs("limit")
     tier = place.open(limit=4 * SIZE, policy="frequency")
     save(tier, 0)
     for _ in range(3):
@@ -168,6 +173,7 @@ def test_what_is_used_often_outlives_a_scan(place: Place) -> None:
 
 
 def test_the_limit_is_for_all_namespaces(place: Place) -> None:
+    place.needs("limit")
     ours, theirs = (place.open(name, limit=4 * SIZE) for name in (b"ours", b"theirs"))
     for number in range(4):
         save(ours, number)
@@ -178,6 +184,7 @@ def test_the_limit_is_for_all_namespaces(place: Place) -> None:
 
 
 def test_a_batch_larger_than_the_limit_keeps_its_head(place: Place) -> None:
+    place.needs("limit")
     tier = place.open(limit=4 * SIZE)
     save(tier, 100, 101)
     assert save(tier, *EIGHT) == 4
@@ -185,6 +192,7 @@ def test_a_batch_larger_than_the_limit_keeps_its_head(place: Place) -> None:
 
 
 def test_of_one_batch_the_tail_is_evicted_first(place: Place) -> None:
+    place.needs("limit")
     tier = place.open(limit=4 * SIZE)
     save(tier, *range(4))
     save(tier, 10)
@@ -195,6 +203,7 @@ def test_of_one_batch_the_tail_is_evicted_first(place: Place) -> None:
 
 
 def test_a_block_larger_than_the_limit_is_not_kept(place: Place) -> None:
+    place.needs("limit")
     tier = place.open(limit=SIZE - 64)
     assert save(tier, 0) == 0
     assert load(tier, 0) == 0
@@ -263,6 +272,15 @@ def send(self, *commands):
 redis._Session.send = send
 tier.missing = lambda keys: [True] * len(keys)
 """,
+    "mooncake": """
+import threading
+def die_while_the_holder_is_frozen():
+    tier._process.kill()
+    os.kill(HOLDER, signal.SIGCONT)
+    die()
+os.kill(HOLDER, signal.SIGSTOP)
+threading.Timer(1.0, die_while_the_holder_is_frozen).start()
+""",
 }
 
 
@@ -270,17 +288,23 @@ def test_a_writer_killed_in_the_middle_leaves_nothing(place: Place) -> None:
     tier = place.open(limit=8 * SIZE)
     save(tier, 100)
     work = DIE_WHILE_SAVING[place.name] + "\nsave(tier, *range(6))"
+    if place.pool is not None:
+        work = work.replace("HOLDER", str(place.pool.holders[0].pid))
     assert child(place.text(limit=8 * SIZE), work).wait(60) == -signal.SIGKILL
     assert eventually(lambda: present(tier, EIGHT) == [])
     assert load(tier, *EIGHT) == 0
     assert load(tier, 100) == 1
-    assert save(tier, *EIGHT) == 8, "its places are free again"
+    if place.promises("at once"):
+        assert save(tier, *EIGHT) == 8, "its places are free again"
+    else:
+        assert eventually(lambda: save(tier, *EIGHT) >= 0 and present(tier, EIGHT) == [*EIGHT])
     assert load(tier, *EIGHT) == 8
     assert tier.stats().corrupt == 0
 
 
 @pytest.mark.parametrize("policy", ["lru", "frequency"])
 def test_processes_that_save_load_and_evict_at_once(place: Place, policy: str) -> None:
+    place.needs("limit")
     options = {"limit": 6 * SIZE, "policy": policy}
     tier = place.open(**options)
     work = """
@@ -398,6 +422,7 @@ def test_an_unusable_place_is_refused(place: Place) -> None:
     text = {
         "memory": "memory:",
         "redis": "redis:localhost",
+        "mooncake": "mooncake://localhost",
     }.get(place.name, f"{place.name}:{place.root}/file")
     with pytest.raises(ConfigError):
         make_tier(parse_tier(text), b"model", SIZE)

@@ -30,6 +30,7 @@ GIB = 1 << 30
             TierSpec("redis", "//host:6379/0", 2 * GIB, 0.0, Policy.FREQUENCY, 0.5),
         ),
         ("redis:/run/redis.sock", TierSpec("redis", "/run/redis.sock")),
+        ("mooncake://host:50051", TierSpec("mooncake", "//host:50051")),
     ],
 )
 def test_what_the_operator_writes(text: str, spec: TierSpec) -> None:
