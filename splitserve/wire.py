@@ -8,6 +8,7 @@ History:
   2  handoffs while prefill goes on: Submit.grain and push, Part, Deliver, Complete, Landing, Land.
   3  KV from anywhere: Submit.hints, Offer.stored, Part.keys and stored, Loaded, HintFailed, and
      what Frame tells of the prefix cache.
+  4  what predictions need: Frame.step_context, View.context_tokens.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from splitserve.errors import FormatMismatch
 from splitserve.kv.format import KVFormat, ModelIdentity
 from splitserve.sampling import Logprobs, Sampling
 
-WIRE_VERSION = 3
-_VERSIONS_ACCEPTED = (3,)
+WIRE_VERSION = 4
+_VERSIONS_ACCEPTED = (3, 4)
 
 
 class Leg(enum.StrEnum):
@@ -232,6 +233,7 @@ class View(msgspec.Struct, frozen=True):
     blocks_unsaved: int = 0  # that the store did not take, since the worker started
     total_blocks: int = 0
     waiting_tokens: int = 0  # prompt tokens not yet computed, queued or partly done
+    context_tokens: int = 0  # that the legs in the batch which decode attend to
     preemptions: int = 0
     admits_prefill: bool = True
 
@@ -399,6 +401,7 @@ class Frame(msgspec.Struct, frozen=True, tag="frame"):
     view: View
     step_s: float = 0.0
     step_tokens: int = 0
+    step_context: int = 0  # summed over the step's tokens: positions that each attends to
     tiers: list[TierView] = []  # now and then
     cached: list[bytes] = []  # keys that entered the prefix cache, by their first KEY_BYTES
     evicted: list[bytes] = []  # keys that left it

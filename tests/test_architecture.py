@@ -19,7 +19,7 @@ LAYERS = [
     frozenset(line.split())
     for line in (
         "errors clock sampling moments",
-        "faults kv sizes text",
+        "faults kv sizes text latency",
         "wire transport",
         "store",
         "config connector",

@@ -51,6 +51,7 @@ class Outbox:
     evicted: list[bytes] = field(default_factory=list)
     step_s: float = 0.0
     step_tokens: int = 0
+    step_context: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.tokens or self.notices)
@@ -218,6 +219,7 @@ class Engine:
         self.loader.speeds.note_step(plan.num_tokens, after - now)
         self.outbox.step_s += after - now
         self.outbox.step_tokens += plan.num_tokens
+        self.outbox.step_context += plan.context
         return True
 
     def take_outbox(self) -> Outbox:
@@ -227,6 +229,7 @@ class Engine:
     def view(self) -> wire.View:
         scheduler = self.scheduler
         waiting = (*scheduler.waiting, *scheduler.running)
+        decoding = [x for x in scheduler.running if x.is_decoding]
         return wire.View(
             waiting=len(scheduler.waiting) + len(scheduler.fetch_queue),
             running=len(scheduler.running),
@@ -239,6 +242,7 @@ class Engine:
             quarantine_age_s=scheduler.pool.quarantine_age_s(self.clock.now()),
             total_blocks=scheduler.pool.num_blocks,
             waiting_tokens=sum(x.num_remaining for x in waiting if not x.is_decoding),
+            context_tokens=sum(len(x.prompt_ids) + len(x.output_ids) for x in decoding),
             preemptions=scheduler.num_preemptions,
             admits_prefill=scheduler.admits_prefill,
         )

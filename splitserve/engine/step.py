@@ -49,6 +49,15 @@ class StepPlan:
     def num_tokens(self) -> int:
         return sum(len(item.token_ids) for item in self.items)
 
+    @property
+    def context(self) -> int:
+        """Summed over the tokens: positions that each attends to."""
+        total = 0
+        for item in self.items:
+            size = len(item.token_ids)
+            total += size * item.start + size * (size + 1) // 2
+        return total
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:

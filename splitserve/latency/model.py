@@ -87,11 +87,12 @@ class StepModel:
 
     def predict(self, num_tokens: float, context: float) -> float:
         """Seconds of a step."""
-        return float(
-            predict(self.knot_s[None], np.array([self.context_s]), np.array([num_tokens]), context)[
-                0
-            ]
-        )
+        last = len(KNOTS) - 2
+        left = min(bisect.bisect_right(KNOTS, num_tokens) - 1, last) if num_tokens > 1 else 0
+        low, high = KNOTS[left], KNOTS[left + 1]
+        share = (max(num_tokens, 1.0) - low) / (high - low)
+        first, second = float(self.knot_s[left]), float(self.knot_s[left + 1])
+        return first + share * (second - first) + self.context_s * context
 
     def prefill_s(self, num_tokens: int, first: int, budget: int) -> float:
         """Seconds to compute positions [first, first + num_tokens) in chunks of budget tokens,
@@ -147,9 +148,8 @@ class StepModel:
         )
 
     def _predicted(self, samples: Floats) -> Floats:
-        num = len(samples)
-        knots = np.broadcast_to(self.knot_s, (num, len(KNOTS)))
-        return predict(knots, np.full(num, self.context_s), samples[:, 0], samples[:, 1])
+        result: Floats = _basis(samples[:, 0]) @ self.knot_s + self.context_s * samples[:, 1]
+        return result
 
     def _fit(self) -> None:
         """Least squares of relative errors; steps far off (a core was taken away) weigh less."""
@@ -193,26 +193,25 @@ class StepModel:
         return matrix, stay**2 * np.append(self.knot_s, self.context_s)
 
 
-def predict(
-    knot_s: Floats, context_s: Floats, num_tokens: Floats, context: Floats | float
-) -> Floats:
-    """Seconds [n] of a step on each of n workers. knot_s: [n, knots]; the others [n]."""
-    last = len(KNOTS) - 2
-    left = np.minimum(np.searchsorted(_KNOTS, num_tokens, side="right") - 1, last)
-    left = np.maximum(left, 0)
-    share = (np.maximum(num_tokens, 1.0) - _KNOTS[left]) / (_KNOTS[left + 1] - _KNOTS[left])
-    rows = np.arange(len(knot_s))
-    low, high = knot_s[rows, left], knot_s[rows, left + 1]
-    result: Floats = low + share * (high - low) + context_s * context
+def segments(knot_s: Floats) -> tuple[Floats, Floats]:
+    """(base, slope), [..., knots - 1]: of f(n) = base + slope n between two knots."""
+    slope: Floats = np.diff(knot_s, axis=-1) / np.diff(_KNOTS)
+    base: Floats = knot_s[..., :-1] - slope * _KNOTS[:-1]
+    return base, slope
+
+
+def segment_of(num_tokens: Floats) -> npt.NDArray[np.int64]:
+    """Between which two knots each number is: KNOTS are the powers of two."""
+    exponent = np.frexp(num_tokens)[1] - 1
+    result: npt.NDArray[np.int64] = exponent.clip(0, len(KNOTS) - 2)
     return result
 
 
 def _basis(num_tokens: Floats) -> Floats:
     """[n, knots]: weights of the knots' values."""
-    num = len(num_tokens)
-    eye = np.eye(len(KNOTS))
-    columns = [
-        predict(np.broadcast_to(row, (num, len(KNOTS))), np.zeros(num), num_tokens, 0.0)
-        for row in eye
-    ]
-    return np.stack(columns, axis=1)
+    left = segment_of(num_tokens)
+    share = (num_tokens - _KNOTS[left]) / (_KNOTS[left + 1] - _KNOTS[left])
+    basis = np.zeros((len(num_tokens), len(KNOTS)))
+    rows = np.arange(len(num_tokens))
+    basis[rows, left], basis[rows, left + 1] = 1.0 - share, share
+    return basis

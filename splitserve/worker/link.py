@@ -76,6 +76,7 @@ class GatewayLink:
             view,
             outbox.step_s,
             outbox.step_tokens,
+            outbox.step_context,
             tiers,
             outbox.cached,
             outbox.evicted,
