@@ -127,6 +127,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     local_prefill_tokens: with split `auto`, prompts up to so many tokens are prefilled on the
     decode worker: a handoff costs more than they do.
+    policy: of routing, by name or as module:Class.
     hints: tell a worker that lacks a prefix which other has it.
     retries: how often one request may be started again after losing a worker or a transfer.
     """
@@ -134,6 +135,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     split: SplitMode = SplitMode.AUTO
     handoff: Handoff = Handoff.AUTO
     local_prefill_tokens: int = 32
+    policy: str = "cost"
     hints: bool = True
     max_inflight: int = 256
     retries: int = 3

@@ -6,10 +6,10 @@ import asyncio
 import ipaddress
 import logging
 import secrets
+from typing import Protocol
 
 import msgspec
 
-from splitserve.api.completions import Completions, ServedModel
 from splitserve.api.http import ClientGone, Receive, Scope, Send, send_body, send_error
 from splitserve.api.responses import ModelCard, model_list, model_object
 from splitserve.api.schemas import Kind
@@ -20,7 +20,7 @@ from splitserve.errors import (
     RouteNotFound,
     SplitserveError,
 )
-from splitserve.gateway.service import GatewayService
+from splitserve.gateway.service import Door
 
 log = logging.getLogger(__name__)
 
@@ -32,17 +32,27 @@ _GENERATING: dict[str, Kind] = {
 _ID_PREFIX = {"chat": "chatcmpl", "completion": "cmpl"}
 
 
+class Generating(Protocol):
+    """Who answers the two generating endpoints: api.completions, or adopted.front."""
+
+    def cards(self) -> list[ModelCard]:
+        """The models that are served."""
+
+    async def handle(
+        self, kind: Kind, request_id: str, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """One request, to its end; raise SplitserveError if nothing was sent yet."""
+
+
 class App:
-    """`model` is set once the workers are up; until then only the health routes answer."""
+    """`serve` is called once the workers are up; until then only the health routes answer."""
 
-    def __init__(self, service: GatewayService) -> None:
+    def __init__(self, service: Door) -> None:
         self._service = service
-        self._model: ServedModel | None = None
-        self._completions: Completions | None = None
+        self._completions: Generating | None = None
 
-    def serve_model(self, model: ServedModel) -> None:
-        self._model = model
-        self._completions = Completions(model, self._service)
+    def serve(self, completions: Generating) -> None:
+        self._completions = completions
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -103,15 +113,14 @@ class App:
             return model_list(self._cards()), json_type, 200
         if path.startswith("/v1/models/"):
             return model_object(self._card(path.removeprefix("/v1/models/"))), json_type, 200
+        if path == "/debug/latency" and _is_local(scope):
+            return msgspec.json.encode(self._service.latency_models()), json_type, 200
         if path.startswith("/debug/requests/") and _is_local(scope):
             return self._debug(path.removeprefix("/debug/requests/")), json_type, 200
         raise RouteNotFound(f"There is no {path[:200]} here.")
 
     def _cards(self) -> list[ModelCard]:
-        if self._model is None:
-            return []
-        model = self._model
-        return [ModelCard(name, model.created, model.max_model_len) for name in model.names]
+        return [] if self._completions is None else self._completions.cards()
 
     def _card(self, name: str) -> ModelCard:
         for card in self._cards():
@@ -120,10 +129,7 @@ class App:
         raise ModelNotFound(f"There is no model {name[:200]!r} here.", param="model")
 
     def _workers(self) -> dict[str, str]:
-        return {
-            worker_id: handle.hello.role.value
-            for worker_id, handle in sorted(self._service.hub.workers.items())
-        }
+        return {name: role.value for name, role in sorted(self._service.roles().items())}
 
     def _debug(self, request_id: str) -> bytes:
         """The timeline of one of the last requests; a completion's prompts are `-0`, `-1`, …"""

@@ -22,7 +22,7 @@ from splitserve.api.http import (
 )
 from splitserve.api.logprobs import LogprobWriter
 from splitserve.api.resolve import check_token_ids, prompt_too_long, resolve
-from splitserve.api.responses import Choice, Usage, chat_completion, text_completion
+from splitserve.api.responses import Choice, ModelCard, Usage, chat_completion, text_completion
 from splitserve.api.schemas import Kind, ParsedRequest, parse_chat, parse_completion
 from splitserve.api.sse import DONE, ChatStream, CompletionStream, error_event
 from splitserve.errors import ModelNotFound, SlowClient, SplitserveError
@@ -68,6 +68,10 @@ class Completions:
         self._service = service
         self._seed_source = seed_source
         self._detokenizers = DetokenizerFactory(model.tokenizer)
+
+    def cards(self) -> list[ModelCard]:
+        model = self._model
+        return [ModelCard(name, model.created, model.max_model_len) for name in model.names]
 
     async def handle(
         self, kind: Kind, request_id: str, scope: Scope, receive: Receive, send: Send

@@ -98,6 +98,13 @@ def serve(
             "disk:DIR?limit=10G, shared_storage:DIR, redis://HOST:PORT; see docs/store.md."
         ),
     ] = None,
+    policy: Annotated[
+        str,
+        typer.Option(
+            help="Who takes a request: cost (predicted seconds), least_loaded, prefix_aware, "
+            "round_robin, or module:Class; see docs/routing.md."
+        ),
+    ] = "cost",
     fetch_prefix: Annotated[
         bool, typer.Option(help="Fetch prefixes that other workers have, if that is faster.")
     ] = True,
@@ -145,6 +152,7 @@ def serve(
             gateway=GatewayConfig(
                 split=split,
                 handoff=Handoff.parse(handoff),
+                policy=policy,
                 hints=fetch_prefix,
                 max_inflight=max_inflight,
                 deadlines=Deadlines().with_overrides(deadline or []),

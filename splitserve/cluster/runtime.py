@@ -6,23 +6,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import uvicorn
 
 from splitserve.api.app import App
-from splitserve.api.completions import ServedModel
-from splitserve.api.protocol import Protocol
+from splitserve.api.completions import Completions, ServedModel
 from splitserve.api.resolve import unhonoured_defaults
 from splitserve.clock import MonotonicClock
 from splitserve.cluster.cores import divide_cores
+from splitserve.cluster.listening import close_server, http_server, listen, url_of
 from splitserve.cluster.rundir import make_run_dir, remove_run_dir
 from splitserve.cluster.store_servers import StoreServers
 from splitserve.cluster.supervisor import Supervisor
@@ -69,18 +68,17 @@ class Runtime:
         self._store_servers = StoreServers()
         self._tiers = config.tiers
         self._run_dir: Path | None = None
-        self._server: _Server | None = None
+        self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
     @property
     def url(self) -> str:
-        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
-        return f"http://{host}:{self.port}"
+        return url_of(self.config.host, self.port)
 
     async def start(self) -> None:
         """Listen, load, start workers, serve. On any failure everything is stopped again."""
         self._require_memory()
-        listener = self._listen()
+        listener = listen(self.config.host, self.config.port)
         self.port: int = listener.getsockname()[1]
         try:
             await self._start(listener)
@@ -92,7 +90,12 @@ class Runtime:
     async def _start(self, listener: socket.socket) -> None:
         clock = MonotonicClock()
         self._run_dir = make_run_dir()
-        self.hub = WorkerHub(f"ipc://{self._run_dir}/gateway.sock", clock, self.info.identity)
+        self.hub = WorkerHub(
+            f"ipc://{self._run_dir}/gateway.sock",
+            clock,
+            self.info.identity,
+            self.config.gateway.policy,
+        )
         self.hub.start()
         self._tiers = await self._store_servers.start(self.config.tiers)
         self.supervisor = Supervisor(
@@ -115,21 +118,10 @@ class Runtime:
         metrics = Metrics(self.hub, self.supervisor.num_restarts)
         self.service = GatewayService(self.hub, self.config.gateway, clock, metrics)
         self.app = App(self.service)
-        self._server = _Server(
-            uvicorn.Config(
-                self.app,
-                http=Protocol,
-                ws="none",
-                log_level="error",  # its warnings are of what strangers send
-                access_log=False,
-                server_header=False,
-                timeout_graceful_shutdown=2,
-                limit_concurrency=None,
-            )
-        )
+        self._server = http_server(self.app)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         await self.supervisor.start()
-        self.app.serve_model(self._served_model())
+        self.app.serve(Completions(self._served_model(), self.service))
 
     async def stop(self, drain_s: float | None = None) -> None:
         """Drain within the deadline, then stop gateway, workers and zygote."""
@@ -140,10 +132,7 @@ class Runtime:
             if num_ended:
                 self._say(f"{num_ended} answers were not finished in time and got an error")
         if self._server is not None and self._serving is not None:
-            # a request that the shutdown cuts off, half received, is no error of the server
-            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-            self._server.should_exit = True
-            await asyncio.gather(self._serving, return_exceptions=True)
+            await close_server(self._server, self._serving)
         if hasattr(self, "supervisor"):
             await self.supervisor.stop()
         await self._store_servers.stop()
@@ -281,32 +270,7 @@ class Runtime:
             max_model_len=min(self.info.max_model_len, pool_tokens),
         )
 
-    def _listen(self) -> socket.socket:
-        """Bind first: a port that is taken is an error before anything is loaded."""
-        family = socket.AF_INET6 if ":" in self.config.host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((self.config.host, self.config.port))
-        except OSError as error:
-            listener.close()
-            raise ConfigError(
-                f"Can't listen on {self.config.host}:{self.config.port}: {error.strerror}.",
-                advice="Choose another with --host and --port.",
-            ) from error
-        listener.listen(2048)
-        listener.setblocking(False)
-        return listener
-
 
 def _weights(config: ServeConfig, role: Role) -> str:
     is_int8 = config.decode_weights == "int8" and role is Role.DECODE
     return "int8" if is_int8 else config.dtype
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: whoever runs us decides when to drain."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield

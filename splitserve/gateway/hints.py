@@ -6,20 +6,19 @@ from collections.abc import Sequence
 
 from splitserve import wire
 from splitserve.gateway.hub import WorkerHandle, WorkerHub
-from splitserve.kv.keys import GRANULE, granule_keys, root_key
+from splitserve.gateway.prompt_keys import PromptKeys
 
 MAX_HINTS = 3
 ASK_S = 5e-3  # what it takes to ask, on top of half a step of the one that is asked
 SILENT_S = 1.0  # who was not heard for so long would hold up the asking leg
-_Keys = list[bytes]
 
 
 class Hints:
-    """Of one request: its keys are computed once, as far as its tokens are known."""
+    """Of one request."""
 
-    def __init__(self, hub: WorkerHub, identity: bytes, salt: str) -> None:
+    def __init__(self, hub: WorkerHub, keys: PromptKeys) -> None:
         self._hub = hub
-        self._root = root_key(identity, salt)
+        self._keys = keys
 
     def make(self, worker_id: str, token_ids: Sequence[int], now_s: float) -> list[wire.Hint]:
         """For a leg on a worker, the best first: those that have more of its leading blocks, if to
@@ -28,7 +27,7 @@ class Hints:
         target = hub.workers.get(worker_id)
         if target is None or not len(hub.index):
             return []
-        keys = self._keys(token_ids[:-1], target)
+        keys = self._keys.blocks(token_ids, target.hello.format.block_size)
         lengths = hub.index.leading(keys)
         here = lengths.get(worker_id, 0)
         hints = [
@@ -45,15 +44,9 @@ class Hints:
         handle = self._hub.workers.get(failed.worker_id)
         self._hub.num_hints_failed += 1
         if handle is not None and handle.hello.epoch == failed.epoch:
-            keys = self._keys(token_ids[:-1], handle)
+            keys = self._keys.blocks(token_ids, handle.hello.format.block_size)
             gone = keys[failed.num_blocks : failed.num_hinted]
             self._hub.index.remove(failed.worker_id, gone)
-
-    def _keys(self, token_ids: Sequence[int], handle: WorkerHandle) -> _Keys:
-        """Of the full blocks, by the worker's block size, shortened as workers tell them."""
-        per_block = handle.hello.format.block_size // GRANULE
-        keys = granule_keys(self._root, token_ids)[per_block - 1 :: per_block]
-        return [key[: wire.KEY_BYTES] for key in keys]
 
     @staticmethod
     def _can_ask(target: WorkerHandle, other: WorkerHandle | None, now_s: float) -> bool:

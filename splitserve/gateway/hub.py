@@ -20,9 +20,9 @@ from splitserve.clock import Clock
 from splitserve.errors import FormatMismatch, WorkerLost
 from splitserve.gateway.rates import Rates
 from splitserve.kv.format import ModelIdentity
-from splitserve.router.candidates import Candidate
+from splitserve.latency.model import StepModel, StepModelState
 from splitserve.router.grain import KVShape
-from splitserve.router.prefix_index import PrefixIndex
+from splitserve.router.router import Router
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +51,8 @@ class WorkerHandle:
 
     hello: wire.Hello
     address: bytes
+    slot: int  # its row in the fleet
+    model: StepModel
     last_frame_s: float
     view: wire.View = wire.View()  # noqa: RUF009
     next_frame: int = 0
@@ -64,28 +66,21 @@ class WorkerHandle:
     def worker_id(self) -> str:
         return self.hello.worker_id
 
-    def candidate(self, now_s: float) -> Candidate:
-        return Candidate(
-            worker_id=self.hello.worker_id,
-            role=self.hello.role,
-            view=self.view,
-            num_legs=len(self.legs),
-            pending_tokens=sum(leg.num_pending for leg in self.legs.values()),
-            num_blocks=self.hello.num_blocks,
-            silent_s=now_s - self.last_frame_s,
-        )
-
 
 class WorkerHub:
     """Owns the socket. Single-threaded: everything runs in the event loop."""
 
-    def __init__(self, endpoint: str, clock: Clock, identity: ModelIdentity) -> None:
+    def __init__(
+        self, endpoint: str, clock: Clock, identity: ModelIdentity, policy: str = "cost"
+    ) -> None:
         self.endpoint = endpoint
         self.workers: dict[str, WorkerHandle] = {}
-        self.draining: set[str] = set()
         self.num_gaps = 0
         self.rates = Rates()
-        self.index = PrefixIndex()
+        self.router = Router(policy)
+        self.fleet, self.index = self.router.fleet, self.router.index
+        self.bytes_per_token = 0.0  # of KV
+        self._models: dict[str, StepModel] = {}  # by worker, through its restarts
         self.num_hints_failed = 0
         self.identity_digest = identity.digest()
         self._clock = clock
@@ -134,6 +129,7 @@ class WorkerHub:
             return
         del self.workers[worker_id]
         self.index.drop(worker_id)
+        self.fleet.remove(worker_id)
         waiter = self._check_waiters.pop(worker_id, None)
         if waiter is not None and not waiter.done():
             waiter.set_exception(
@@ -143,15 +139,6 @@ class WorkerHub:
             leg.listener.on_lost(reason)
         handle.legs.clear()
         self._tell_change()
-
-    def candidates(self) -> list[Candidate]:
-        """Live workers that take new legs."""
-        now = self._clock.now()
-        return [
-            handle.candidate(now)
-            for handle in self.workers.values()
-            if handle.worker_id not in self.draining
-        ]
 
     def kv_shape(self) -> KVShape | None:
         """Of a worker that prefills; None if there is none, or who decodes has another format: its
@@ -192,6 +179,8 @@ class WorkerHub:
             self.lost(worker_id, handle.hello.epoch, "closed its connection")
             return False
         handle.legs[submit.request_id] = _Leg(listener, num_pending)
+        self.fleet.legs[handle.slot] += 1
+        self.fleet.pending[handle.slot] += num_pending
         return True
 
     def close_leg(self, worker_id: str, request_id: str, *, abort: bool) -> None:
@@ -200,7 +189,11 @@ class WorkerHub:
         if handle is None:
             return
         known = handle.legs.pop(request_id, None)
-        if abort and known is not None:
+        if known is None:
+            return
+        self.fleet.legs[handle.slot] -= 1
+        self.fleet.pending[handle.slot] -= known.num_pending
+        if abort:
             self._send(handle, wire.Abort(request_id))
 
     def send_to_leg(self, worker_id: str, request_id: str, message: wire.ToWorker) -> None:
@@ -225,6 +218,10 @@ class WorkerHub:
         self._send(handle, wire.Check())
         async with asyncio.timeout(timeout_s):
             return await future
+
+    def latency_models(self) -> dict[str, StepModelState]:
+        """Of each live worker."""
+        return {name: handle.model.state() for name, handle in sorted(self.workers.items())}
 
     # --- inside
 
@@ -269,14 +266,41 @@ class WorkerHub:
                 self._identity,
             )
             return
+        if hello.worker_id in self.workers:  # the same epoch once more
+            self.lost(hello.worker_id, hello.epoch, "connected anew")
+            self.expect(hello.worker_id, hello.epoch)
+        model = self._model_of(hello)
+        now = self._clock.now()
+        self.bytes_per_token = hello.format.block_bytes / hello.format.block_size
         self.workers[hello.worker_id] = WorkerHandle(
             hello,
             address,
-            self._clock.now(),
+            self.fleet.add(
+                hello.worker_id,
+                hello.role,
+                now,
+                num_blocks=hello.num_blocks,
+                block_size=hello.format.block_size,
+                budget=hello.max_batched_tokens,
+                model=model,
+            ),
+            model,
+            now,
             wire.View(free_blocks=hello.num_blocks, total_blocks=hello.num_blocks),
         )
         self._introduce(hello)
         self._tell_change()
+
+    def _model_of(self, hello: wire.Hello) -> StepModel:
+        """Of the worker as it was before it died; else what others of its role have taught."""
+        known = self._models.get(hello.worker_id)
+        if known is None:
+            known = self._models[hello.worker_id] = StepModel()
+            for other in self.workers.values():
+                if other.hello.role is hello.role and other.model.is_fitted:
+                    known.begin_as(other.model)
+                    break
+        return known
 
     def _introduce(self, new: wire.Hello) -> None:
         """Tell those that may read another's KV to shake hands: who decodes reads of who prefills.
@@ -309,13 +333,20 @@ class WorkerHub:
         handle.step_s += frame.step_s
         handle.num_step_tokens += frame.step_tokens
         handle.tiers = frame.tiers or handle.tiers
+        self.fleet.set_view(handle.slot, frame.view, handle.last_frame_s)
+        if frame.step_tokens and handle.model.add(
+            frame.step_tokens, frame.step_context, frame.step_s
+        ):
+            self.fleet.set_model(handle.slot, handle.model)
         self.index.add(handle.worker_id, frame.cached)
         self.index.remove(handle.worker_id, frame.evicted)
         legs = handle.legs
         for token in frame.tokens:
             leg = legs.get(token.request_id)
             if leg is not None:
-                leg.num_pending = 0
+                if leg.num_pending:
+                    self.fleet.pending[handle.slot] -= leg.num_pending
+                    leg.num_pending = 0
                 leg.listener.on_token(token)
         for notice in frame.notices:
             self._take_notice(handle, notice)

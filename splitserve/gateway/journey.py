@@ -17,22 +17,18 @@ from splitserve.config import GatewayConfig
 from splitserve.errors import (
     Cancelled,
     DeadlineExceeded,
-    NoWorker,
     SplitserveError,
     TransferFailed,
     WorkerFault,
     WorkerLost,
 )
 from splitserve.gateway.early import EarlyDecode
-from splitserve.gateway.hints import Hints
 from splitserve.gateway.hub import WorkerHub
 from splitserve.gateway.legs import HeldOffer, LegLost, LegStream
 from splitserve.gateway.noting import note_fetched, note_loaded, note_prefilled, note_started
+from splitserve.gateway.picking import Picker
 from splitserve.moments import Moment, Timeline
-from splitserve.router.candidates import Candidate
 from splitserve.router.grain import decide_grain
-from splitserve.router.pick import pick
-from splitserve.router.split import decide_split
 from splitserve.sampling import Logprobs, Sampling
 from splitserve.wire import Leg
 
@@ -72,14 +68,23 @@ class Journey:
         self._hub = hub
         self._config = config
         self._clock = clock
-        self._hints = Hints(hub, hub.identity_digest, request.salt)
         self._num_legs = 0
         self._num_failed_transfers = 0
         self._changed = asyncio.Event()
         self._arrived_s = clock.now()
         self._waiting_since_s = self._arrived_s  # the last token, or the last retry
-        self._silent: set[str] = set()  # workers that fell silent under this request
+        self._picker = Picker(
+            hub, config, clock, self.timeline, request.salt, request.sampling.max_tokens
+        )
         self.timeline.mark(Moment.ARRIVED, self._arrived_s)
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_ids)
 
     @property
     def is_over(self) -> bool:
@@ -128,8 +133,10 @@ class Journey:
         self._changed.set()
 
     async def _run(self) -> None:
-        if self.request.leader is not None:
+        if self.request.leader is not None:  # its worker has the prompt
             await self.request.leader.wait_beyond(0)
+            first = self.request.leader.timeline.workers(Moment.FIRST_TOKEN)
+            self._picker.near = frozenset(first)
         while self.end_reason is None:
             try:
                 await self._attempt()
@@ -138,19 +145,11 @@ class Journey:
 
     async def _attempt(self) -> None:
         """Compute what is missing of the answer, split or on one worker; raise LegLost."""
-        num_tokens = len(self.request.prompt_ids) + len(self.output_ids)
-        decision = decide_split(
-            self._config.split,
-            num_tokens,
-            self._config.local_prefill_tokens,
-            self._hub.candidates(),
-            self._num_failed_transfers,
-        )
-        self.timeline.notes.append(decision.reason)
-        if not decision.split:
+        tokens = self._tokens
+        if not self._picker.decide_split(tokens, self._num_failed_transfers).split:
             await self._prefill(Leg.WHOLE)
             return
-        early = self._early(num_tokens)
+        early = self._early(len(tokens))
         try:
             offer = await self._prefill(Leg.PREFILL, early)
             if offer is not None:
@@ -210,8 +209,7 @@ class Journey:
                     case wire.Loaded():
                         note_loaded(self.timeline, self._hub, item)
                     case wire.HintFailed():
-                        self._hints.note_failed(item, self._tokens)
-                        self.timeline.num_hints_failed += 1
+                        self._picker.note_hint_failed(item, self._tokens)
                     case wire.Token():
                         started = True
                         self._take_token(item, stream)
@@ -228,11 +226,9 @@ class Journey:
 
     def _open_early(self, early: EarlyDecode, source: LegStream) -> None:
         """Open the decode leg beside the prefill, if another worker than that can take it now."""
-        candidates = [x for x in self._hub.candidates() if x.worker_id not in self._silent]
-        picked = pick(Leg.DECODE, candidates)
-        if picked is not None and picked.worker_id != source.worker_id:
-            self.timeline.notes.append(picked.reason)
-            stream = self._submit(picked.worker_id, Leg.DECODE, None, early.grain, early.push)
+        worker_id = self._picker.pick_now(Leg.DECODE, self._tokens, but=source.worker_id)
+        if worker_id is not None:
+            stream = self._submit(worker_id, Leg.DECODE, None, early.grain, early.push)
             early.begin(stream, source)
 
     async def _decode(self, offer: wire.Offer, early: EarlyDecode | None) -> None:
@@ -296,7 +292,8 @@ class Journey:
         self, leg: Leg, offer: wire.Offer | None, grain: wire.Grain = wire.Grain.REQUEST
     ) -> LegStream:
         """Submit a leg to the best worker, waiting for one to come up if none lives."""
-        return self._submit(await self._pick(leg), leg, offer, grain)
+        worker_id = await self._picker.pick(leg, self._tokens, self._token_limit_s())
+        return self._submit(worker_id, leg, offer, grain)
 
     def _submit(
         self,
@@ -322,48 +319,15 @@ class Journey:
             deadline_s=self._arrived_s + self._config.deadlines.total_s - now,
             grain=grain,
             push=push,
-            hints=self._make_hints(worker_id, leg, now),
+            hints=self._picker.make_hints(worker_id, leg, self._tokens),
         )
         self._num_legs += 1
         pending = 0 if leg is Leg.DECODE else len(self._tokens)
         return LegStream(self._hub, worker_id, submit, pending, now)
 
-    def _make_hints(self, worker_id: str, leg: Leg, now_s: float) -> list[wire.Hint]:
-        """Who has leading blocks that a leg would compute: with the reason in the timeline."""
-        if leg is Leg.DECODE or not self._config.hints:
-            return []
-        hints = self._hints.make(worker_id, self._tokens, now_s)
-        for hint in hints:
-            self.timeline.notes.append(
-                f"hint: {hint.worker_id} has {hint.num_blocks} blocks, fetch "
-                f"{hint.fetch_s * 1e3:.1f} ms, recompute {hint.recompute_s * 1e3:.1f} ms"
-            )
-        return hints
-
     @property
     def _tokens(self) -> list[int]:
         return self.request.prompt_ids + self.output_ids
-
-    async def _pick(self, leg: Leg) -> str:
-        while True:
-            candidates = self._hub.candidates()
-            heard = [x for x in candidates if x.worker_id not in self._silent]
-            picked = pick(leg, self._near(leg, heard)) or pick(leg, heard) or pick(leg, candidates)
-            if picked is not None:
-                self.timeline.notes.append(picked.reason)
-                return picked.worker_id
-            left_s = self._token_limit_s() - self._clock.now()
-            try:
-                await self._hub.wait_for_change(max(0.0, left_s))
-            except TimeoutError:
-                raise NoWorker(f"No worker for the {leg.value} leg came up in time.") from None
-
-    def _near(self, leg: Leg, candidates: list[Candidate]) -> list[Candidate]:
-        """Workers that have the prompt because the leader was prefilled there."""
-        if self.request.leader is None or leg is Leg.DECODE:
-            return []
-        workers = self.request.leader.timeline.workers(Moment.FIRST_TOKEN)
-        return [candidate for candidate in candidates if candidate.worker_id in workers]
 
     async def _next(
         self, stream: LegStream, limit_s: float, phase: str | None
@@ -380,7 +344,7 @@ class Journey:
                 raise self._too_late("first token", deadlines.first_token_s) from None
             if phase is not None:
                 raise self._too_late(phase, deadlines.prefill_queue_s) from None
-            self._silent.add(stream.worker_id)
+            self._picker.silent.add(stream.worker_id)
             raise LegLost(f"{stream.worker_id} was silent for too long") from None
 
     def _token_limit_s(self) -> float:
@@ -412,6 +376,7 @@ class Journey:
         if end.reason == "error":
             raise WorkerFault(end.message)
         self.end_reason = end.reason
+        self._hub.rates.note_output(len(self.output_ids))
         self._changed.set()
 
     def _count_retry(self, reason: str) -> None:

@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from splitserve.gateway.hub import WorkerHub
-from splitserve.gateway.journey import Journey
+from splitserve.moments import Timeline
 from splitserve.wire import TierView, View
 
 _LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
+class Observed(Protocol):
+    """A journey that is over."""
+
+    timeline: Timeline
+    num_retries: int
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+
+
 class Metrics:
     """One registry per gateway, so that several can live in one process."""
 
-    def __init__(self, hub: WorkerHub, num_restarts: Callable[[], dict[str, int]]) -> None:
+    def __init__(
+        self, hub: WorkerHub | None, num_restarts: Callable[[], dict[str, int]] = dict
+    ) -> None:
+        """hub: of our own workers; None if others compute."""
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "splitserve_requests",
@@ -78,13 +92,14 @@ class Metrics:
             "First to second token of split requests.",
             _LATENCY_BUCKETS,
         )
-        self.registry.register(_WorkerCollector(hub, num_restarts))
+        if hub is not None:
+            self.registry.register(_WorkerCollector(hub, num_restarts))
 
-    def observe(self, journey: Journey, outcome: str) -> None:
+    def observe(self, journey: Observed, outcome: str) -> None:
         """Account for a journey that is over."""
         timeline = journey.timeline
         self.requests.labels(outcome).inc()
-        self.prompt_tokens.inc(len(journey.request.prompt_ids))
+        self.prompt_tokens.inc(journey.num_prompt_tokens)
         self.output_tokens.inc(timeline.num_output)
         self.cached_tokens.inc(timeline.cached_tokens or 0)
         self.retries.inc(journey.num_retries)

@@ -12,7 +12,6 @@ many small steps nor a slow minute forgets the others.
 from __future__ import annotations
 
 import bisect
-import math
 from collections import deque
 
 import msgspec
@@ -67,6 +66,10 @@ class StepModel:
         ]
         self._num_unfitted = 0
 
+    def begin_as(self, other: StepModel) -> None:
+        """Predict as another does, until there are steps of its own."""
+        self.knot_s, self.context_s = other.knot_s.copy(), other.context_s
+
     @property
     def is_fitted(self) -> bool:
         return self.num_steps >= _FIT_EVERY
@@ -107,20 +110,22 @@ class StepModel:
     def error(self) -> FitError:
         samples = self._all()
         if not len(samples):
-            return FitError(0, math.nan, math.nan)
+            return FitError(0, 0.0, 0.0)
         relative = np.abs(self._predicted(samples) / samples[:, 2] - 1.0)
         median, p95 = np.quantile(relative, (0.5, 0.95))
         return FitError(len(samples), float(median), float(p95))
 
-    def to_json(self) -> bytes:
-        state = StepModelState(
+    def state(self) -> StepModelState:
+        return StepModelState(
             KNOTS,
             tuple(round(float(x), 9) for x in self.knot_s),
             self.context_s,
             self.sigma,
             self.error(),
         )
-        return msgspec.json.encode(state)
+
+    def to_json(self) -> bytes:
+        return msgspec.json.encode(self.state())
 
     @classmethod
     def from_json(cls, text: bytes) -> StepModel:

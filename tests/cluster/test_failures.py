@@ -13,6 +13,7 @@ import contextlib
 import os
 import re
 import signal
+import time
 from collections.abc import AsyncIterator, Iterator
 
 import msgspec
@@ -23,7 +24,7 @@ from splitserve.cluster import supervisor
 from splitserve.config import Deadlines, GatewayConfig, ServeConfig, SplitMode
 from splitserve.errors import Cancelled, DeadlineExceeded, NoWorker, WorkerLost
 from splitserve.moments import Moment
-from splitserve.router import pick
+from splitserve.router import router
 from tests.cluster.conftest import MakeLab
 from tests.support.cluster import (
     Flight,
@@ -391,16 +392,10 @@ async def test_decode_worker_stands_still(hasty: Lab, state: str, prefills: int)
 async def test_new_requests_avoid_a_worker_that_stands_still(
     hasty: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pick, "SILENT_S", 0.6)
+    monkeypatch.setattr(router, "SILENT_S", 0.6)
     await hasty.freeze(D)
-    silent = {D: 0.0}
-    await until(
-        lambda: (
-            silent.update((x.worker_id, x.silent_s) for x in hasty.hub.candidates())
-            or silent[D] > 0.6
-        ),
-        "silence",
-    )
+    frozen = hasty.hub.workers[D]
+    await until(lambda: time.monotonic() - frozen.last_frame_s > 0.6, "silence")
     flight = await hasty.begin()
     await flight.arrive()
     assert flight.journey.num_retries == 0

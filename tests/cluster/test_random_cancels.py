@@ -99,7 +99,7 @@ async def references(lab: Lab, generations: list[Generation]) -> list[list[int]]
 def native_config() -> ServeConfig:
     """The tiny model in exact mode. The mixed worker computes nothing but references."""
     block_bytes = 8192
-    config = simulated_config(1, 1, 1)
+    config = simulated_config(1, 1, 1, policy="cost")
     return msgspec.structs.replace(
         config, runner="native", exact=True, kv_memory_bytes=NUM_BLOCKS * block_bytes
     )
@@ -109,7 +109,7 @@ def native_config() -> ServeConfig:
 async def test_random_cancels_leave_nothing(runner: str, tiny: Path, tmp_path: Path) -> None:
     config = native_config()
     if runner == "simulated":
-        config = simulated_config(1, 1, num_blocks=NUM_BLOCKS)
+        config = simulated_config(1, 1, num_blocks=NUM_BLOCKS, policy="cost")
     always = msgspec.structs.replace(config.gateway, split=SplitMode.ALWAYS)
     config = msgspec.structs.replace(config, gateway=always)
     async with open_lab(tiny, tmp_path, config) as lab:

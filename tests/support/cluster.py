@@ -256,10 +256,12 @@ def simulated_config(
     num_blocks: int = 256,
     deadlines: Deadlines | None = None,
     gateway: GatewayConfig | None = None,
+    policy: str = "least_loaded",
     **settings: object,
 ) -> ServeConfig:
-    """Workers without torch. A step computes 32 tokens: a prompt of 100 takes four."""
-    gateway = gateway or GatewayConfig()
+    """Workers without torch. A step computes 32 tokens: a prompt of 100 takes four. Unless told
+    otherwise it is known who is picked: of workers that have nothing to do, the first."""
+    gateway = msgspec.structs.replace(gateway or GatewayConfig(), policy=policy)
     if deadlines is not None:
         gateway = msgspec.structs.replace(gateway, deadlines=deadlines)
     config = ServeConfig(
