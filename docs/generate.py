@@ -10,6 +10,9 @@ from typing import Any
 import typer
 
 from splitserve import errors
+from splitserve.adopted.fleet import Fleet
+from splitserve.adopted.journey import Counts
+from splitserve.adopted.service import AdoptedCollector
 from splitserve.cli.main import app
 from splitserve.clock import MonotonicClock
 from splitserve.config import Deadlines
@@ -37,6 +40,7 @@ DEADLINE_TEXTS = {
     "start": ("loading the model; a worker's hello", "serve exits with 1"),
     "slow_client": ("a client not reading its stream", "the connection is closed"),
     "body": ("a request's body arriving", "408 body_timeout"),
+    "connect": ("connecting to an adopted server", "another server is tried"),
 }
 
 
@@ -62,6 +66,8 @@ def metrics_page() -> str:
     hub = WorkerHub("inproc://docs", MonotonicClock(), ModelIdentity("", "", "", ""))
     families = list(Metrics(hub, dict).registry.collect())
     hub.close()
+    clock = MonotonicClock()
+    families += AdoptedCollector(Fleet((), clock), Counts(), clock).collect()
     rows = ["# Metrics\n", "| metric | type | meaning |", "|---|---|---|"]
     for family in sorted(families, key=lambda family: family.name):
         suffix = "_total" if family.type == "counter" else ""

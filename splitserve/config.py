@@ -101,6 +101,7 @@ class Deadlines(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     start_s: float = 120.0
     slow_client_s: float = 30.0
     body_s: float = 30.0
+    connect_s: float = 2.0
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -141,6 +142,30 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     retries: int = 3
     max_body_bytes: int = 8 << 20
     deadlines: Deadlines = Deadlines()
+
+
+class AdoptConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What `serve --adopt-…` was asked for.
+
+    servers: (role, URL) of each. kv_lease_s: the servers' kv_lease_duration.
+    """
+
+    servers: tuple[tuple[Role, str], ...]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    kv_lease_s: float = 30.0
+    gateway: GatewayConfig = GatewayConfig()
+
+    def __post_init__(self) -> None:
+        roles = {role for role, _ in self.servers}
+        if not roles & {Role.DECODE, Role.MIXED}:
+            raise ConfigError(
+                "Nobody decodes.", advice="Give --adopt-decode or --adopt-mixed, once or more."
+            )
+        if self.gateway.split is SplitMode.ALWAYS and not {Role.PREFILL, Role.DECODE} <= roles:
+            raise ConfigError("With split=always there must be prefill and decode servers.")
+        if not self.kv_lease_s > 0:
+            raise ConfigError("The lease of the servers' KV must be positive.")
 
 
 class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -82,6 +82,12 @@ class ContextLengthExceeded(InvalidRequest):
     advice = "Shorten the prompt or lower max_tokens."
 
 
+class RefusedByEngine(InvalidRequest):
+    """An adopted server refused the request; its status and reason are passed on."""
+
+    code = "refused_by_engine"
+
+
 class ModelNotFound(SplitserveError):
     """The request names a model that is not served here."""
 

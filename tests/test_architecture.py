@@ -26,6 +26,7 @@ LAYERS = [
         "engine router",
         "model gateway",
         "worker api",
+        "adopted",
         "cluster offline",
         "cli",
         "__main__",
@@ -34,7 +35,19 @@ LAYERS = [
 """From the bottom up: a package imports only packages of lines above its own."""
 
 CONTROL_PLANE = frozenset(
-    ["api", "text", "gateway", "router", "latency", "engine", "kv", "cluster", "planner", "bench"]
+    [
+        "adopted",
+        "api",
+        "text",
+        "gateway",
+        "router",
+        "latency",
+        "engine",
+        "kv",
+        "cluster",
+        "planner",
+        "bench",
+    ]
 )
 HEAVY = frozenset({"torch", "transformers"})
 HEAVY_PACKAGES = frozenset({"model", "worker", "connector", "transport"})

@@ -140,12 +140,14 @@ INTERNAL = frozenset(
 """Fields by which servers steer KV between each other: they never come from a client."""
 
 
-def check_fields(body: Mapping[str, Any], kind: str) -> None:
-    """Refuse every field that this server would not honour.
+def check_fields(
+    body: Mapping[str, Any], kind: str, honoured: frozenset[str] | None = None
+) -> None:
+    """Refuse every field that this server would not honour. honoured: by others that compute.
 
     Raises UnknownField or UnsupportedField, naming the field.
     """
-    honoured, neutral = HONOURED[kind], NEUTRAL[kind]
+    honoured, neutral = HONOURED[kind] if honoured is None else honoured, NEUTRAL[kind]
     for name, value in body.items():
         if name in honoured:
             continue

@@ -6,14 +6,17 @@ import asyncio
 import logging
 import signal
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 import uvloop
 from rich.console import Console
 
+from splitserve.cluster.adopting import AdoptingRuntime
 from splitserve.cluster.runtime import Runtime
 from splitserve.config import (
+    AdoptConfig,
     ConnectorKind,
     Deadlines,
     GatewayConfig,
@@ -27,11 +30,13 @@ from splitserve.model.device import require_device
 from splitserve.model.fetch import ResolvedModel, resolve_model
 from splitserve.store.registry import parse_tier
 from splitserve.transport.registry import TRANSPORTS
+from splitserve.wire import Role
 
 console = Console(highlight=False, soft_wrap=True)
 
 
 def serve(
+    context: typer.Context,
     model: Annotated[
         str | None,
         typer.Argument(help="Alias, directory, GGUF file or hub id; default: see `model list`."),
@@ -118,12 +123,52 @@ def serve(
         list[str] | None,
         typer.Option(help="name=SECONDS, may be repeated; see docs/reference/deadlines.md."),
     ] = None,
+    adopt_prefill: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL",
+            help="A running vLLM server that prefills, may be repeated; without MODEL and workers "
+            "of our own. See docs/engines.md.",
+        ),
+    ] = None,
+    adopt_decode: Annotated[
+        list[str] | None, typer.Option(metavar="URL", help="One that decodes, or answers whole.")
+    ] = None,
+    adopt_mixed: Annotated[
+        list[str] | None, typer.Option(metavar="URL", help="One that does both.")
+    ] = None,
+    adopt_key_file: Annotated[
+        Path | None, typer.Option(help="File that holds the API key of the adopted servers.")
+    ] = None,
+    adopt_lease: Annotated[
+        float, typer.Option(min=1, help="Their kv_lease_duration, in seconds.")
+    ] = 30.0,
     faults: Annotated[str, typer.Option(hidden=True, help="See splitserve/faults.py.")] = "",
     runner: Annotated[str, typer.Option(hidden=True, help="native or simulated.")] = "native",
 ) -> None:
-    """Serve MODEL through an OpenAI-compatible endpoint until Ctrl-C."""
+    """Serve MODEL, or adopted servers, through an OpenAI-compatible endpoint until Ctrl-C."""
     logging.basicConfig(level="WARNING", format="%(asctime)s %(name)s %(levelname)s %(message)s")
     try:
+        adopted = (
+            *((Role.PREFILL, url) for url in adopt_prefill or []),
+            *((Role.DECODE, url) for url in adopt_decode or []),
+            *((Role.MIXED, url) for url in adopt_mixed or []),
+        )
+        if adopted:
+            require_adoptable(context)
+            adopting = AdoptConfig(
+                servers=adopted,
+                host=host,
+                port=port,
+                kv_lease_s=adopt_lease,
+                gateway=GatewayConfig(
+                    split=split,
+                    policy=policy,
+                    max_inflight=max_inflight,
+                    deadlines=Deadlines().with_overrides(deadline or []),
+                ),
+            )
+            sys.exit(uvloop.run(_serve_adopted(adopting, read_key(adopt_key_file))))
         if not (prefill or decode or mixed):
             prefill = decode = 1
         tiers = tuple(parse_tier(text) for text in store or [])
@@ -172,8 +217,49 @@ def fail(error: SplitserveError) -> None:
     sys.exit(2 if isinstance(error, ConfigError) else 1)
 
 
+_WITH_ADOPTED = frozenset(
+    ["host", "port", "split", "policy", "max_inflight", "deadline", "adopt_key_file", "adopt_lease"]
+)
+
+
+def require_adoptable(context: typer.Context) -> None:
+    """Raise ConfigError for options that adopted servers have already decided for themselves."""
+    for param in context.command.params:
+        name = param.name or ""
+        source = context.get_parameter_source(name)
+        is_given = source is not None and source.name == "COMMANDLINE"
+        if is_given and name not in _WITH_ADOPTED and not name.startswith("adopt_"):
+            shown = "MODEL" if name == "model" else param.opts[0]
+            raise ConfigError(
+                f"{shown} is for workers of our own, not for adopted servers.",
+                advice="Leave it out.",
+            )
+
+
+def read_key(path: Path | None) -> str | None:
+    """The API key in a file; raise ConfigError."""
+    if path is None:
+        return None
+    try:
+        key = path.read_text().strip()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"The key file {path} can't be read: {error}.") from None
+    if not key or not key.isprintable() or not key.isascii():
+        raise ConfigError(f"The key file {path} must hold one line of printable ASCII.")
+    return key
+
+
 async def _serve(config: ServeConfig, resolved: ResolvedModel) -> int:
     runtime = Runtime(config, resolved.path, resolved.name, console.print)
+    console.print(f"model {resolved.name} ({resolved.source})")
+    return await _run(runtime, config.gateway.deadlines.drain_s)
+
+
+async def _serve_adopted(config: AdoptConfig, key: str | None) -> int:
+    return await _run(AdoptingRuntime(config, key, console.print), config.gateway.deadlines.drain_s)
+
+
+async def _run(runtime: Runtime | AdoptingRuntime, drain_s: float) -> int:
     stop, stop_now = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -186,7 +272,6 @@ async def _serve(config: ServeConfig, resolved: ResolvedModel) -> int:
 
     for signum in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signum, on_signal, signum)
-    console.print(f"model {resolved.name} ({resolved.source})")
     for line in runtime.describe_plan():
         console.print(f"  {line}")
     starting = asyncio.create_task(runtime.start())
@@ -199,7 +284,7 @@ async def _serve(config: ServeConfig, resolved: ResolvedModel) -> int:
     starting.result()
     console.print(f"ready: {runtime.url}/v1")
     await stopping
-    draining = asyncio.create_task(runtime.service.drain(config.gateway.deadlines.drain_s))
+    draining = asyncio.create_task(runtime.service.drain(drain_s))
     hurrying = asyncio.create_task(stop_now.wait())
     await asyncio.wait([draining, hurrying], return_when=asyncio.FIRST_COMPLETED)
     if draining.done() and draining.result():

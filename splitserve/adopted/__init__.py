@@ -1,0 +1,1 @@
+"""adopted *adopts*: running servers of another engine, behind this gateway."""
