@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Awaitable, Callable
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -81,13 +80,10 @@ class Pool:
             (f"{method} {path} HTTP/1.1\r\n".encode(), self._head, headers, length, b"\r\n", body)
         )
         connection = self._take_idle()
-        is_reused = connection is not None
         if connection is None:
             connection = await self._connect(connect_s)
         reply = Reply(self, connection)
         connection.begin(data)
-        if is_reused:
-            reply.on_stale = lambda: self._again(reply, data, connect_s)
         self._busy.add(connection)
         return reply
 
@@ -106,13 +102,6 @@ class Pool:
             self._idle.append(connection)
         else:
             connection.abort()
-
-    async def _again(self, reply: Reply, data: bytes, connect_s: float) -> None:
-        """The server closed a kept connection while we wrote to it: once more, on a new one."""
-        self._busy.discard(reply.connection)
-        reply.connection = await self._connect(connect_s)
-        self._busy.add(reply.connection)
-        reply.connection.begin(data)
 
     def _take_idle(self) -> Connection | None:
         now_s = asyncio.get_running_loop().time()
@@ -143,20 +132,16 @@ class Reply:
 
     def __init__(self, pool: Pool, connection: Connection) -> None:
         self.connection = connection
-        self.on_stale: Callable[[], Awaitable[None]] | None = None
         self._pool = pool
         self._closed = False
 
     async def head(self, limit_s: float) -> int:
-        """The status. Raise ConnectionLost, TooSlow, ConnectFailed."""
-        try:
-            return await self.connection.head(limit_s)
-        except ConnectionLost:
-            again, self.on_stale = self.on_stale, None
-            if again is None or self.connection.has_bytes:
-                raise
-            await again()
-            return await self.connection.head(limit_s)
+        """The status. Raise ConnectionLost, TooSlow.
+
+        Nothing is sent again by itself when a kept connection turns out to be closed: the server
+        may have read the request, and what it fetches can be fetched once.
+        """
+        return await self.connection.head(limit_s)
 
     async def read(self, limit_s: float) -> bytes:
         """What has arrived of the body, at least a byte; empty at its end."""
@@ -185,7 +170,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.idle_since_s = 0.0
-        self.has_bytes = False  # of the reply to the last request
+        self.headers: list[tuple[bytes, bytes]] = []
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._lost: str | None = None
@@ -202,7 +187,6 @@ class Connection(asyncio.Protocol):
         self._is_paused = False
         self._is_complete = True
         self._keeps_alive = True
-        self.has_bytes = False
 
     @property
     def is_reusable(self) -> bool:
@@ -288,7 +272,6 @@ class Connection(asyncio.Protocol):
         if self._is_complete:
             self.abort()  # nobody asked
             return
-        self.has_bytes = True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
@@ -304,9 +287,11 @@ class Connection(asyncio.Protocol):
     # --- called by the parser
 
     def on_message_begin(self) -> None:
+        self.headers = []
         self._ends_with_connection = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name.lower(), value))
         if name.lower() in (b"content-length", b"transfer-encoding"):
             self._ends_with_connection = False
 

@@ -243,7 +243,9 @@ class AdoptedJourney:
             except ServerError as error:
                 self._setting.counts.errors_in_streams += 1
                 self.timeline.notes.append(f"an error inside the reply of {server_id}: {error}")
-                raise leg.refusal(error.error, error.status) from None
+                # KV that can't be fetched is told by who wanted it
+                is_blamed = kind is not LegKind.DECODE or leg.has_first_token
+                raise leg.refusal(error.error, error.status, is_blamed=is_blamed) from None
 
     async def _follow(self, leg: Leg) -> None:
         deadlines = self._setting.config.deadlines
@@ -256,6 +258,8 @@ class AdoptedJourney:
                 if events:
                     self._note_tokens(leg)
                     await self._emit(events)
+                if relay.failure is not None:
+                    raise relay.failure
                 if relay.is_over:
                     relay.finish()
                     limit_s = LAST_BYTES_S  # read out, so that the connection can be used again

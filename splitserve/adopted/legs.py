@@ -62,9 +62,10 @@ class Leg:
     async def body(self, limit_s: float) -> bytes:
         return await self._require_reply().body(limit_s)
 
-    def refusal(self, error: ErrorBody, status: int) -> Exception:
+    def refusal(self, error: ErrorBody, status: int, *, is_blamed: bool = True) -> Exception:
         """The error that a server's error means here. A wrong key is not the client's fault, nor is
-        a model that is gone, since the gateway has checked the name."""
+        a model that is gone, since the gateway has checked the name. is_blamed: if the fault is a
+        server's, it is this one's."""
         is_gone = status == 404 and error.param == "model"
         if status in _CLIENTS and not is_gone:
             self._fleet.success(self.server)
@@ -73,7 +74,8 @@ class Leg:
             return refused
         if status == 429:
             return ServerBusy(f"{self.server.server_id} is busy: {error.message}")
-        self._fleet.fault(self.server)
+        if is_blamed:
+            self._fleet.fault(self.server)
         return LegLost(f"{self.server.server_id} answered {status}: {error.message}")
 
     def note_first_token(self) -> None:

@@ -55,6 +55,7 @@ class StreamRelay:
         self.end_reason: str | None = None
         self.usage: UsageBody | None = None
         self.is_resumed = False
+        self.failure: Malformed | ServerError | None = None
         self.is_parsed = False  # the server parses the answer: no text to go on from
         self.num_output = 0  # tokens, or events where no ids come
         self.head: dict[str, Any] = {}  # id, created and model of the first event
@@ -81,6 +82,7 @@ class StreamRelay:
 
     def begin(self) -> None:
         """Another attempt."""
+        self.failure = None
         self._splitter = Splitter()
         self._pending.clear()
         self._held = b""
@@ -93,8 +95,14 @@ class StreamRelay:
             self._num_ended = self.num_output = 0
 
     def feed(self, data: bytes) -> bytes:
-        """What of it goes to the client. Raise Malformed, ServerError."""
-        out = [self._event(event) for event in self._splitter.feed(data)]
+        """What of it goes to the client. If then nothing good comes any more, see `failure`: what
+        came before it is the client's all the same, for a resume counts upon it."""
+        out = []
+        try:
+            for data_of_event in self._splitter.feed(data):
+                out.append(self._event(data_of_event))
+        except (Malformed, ServerError) as error:
+            self.failure = error
         result = b"".join(out)
         self.started = self.started or bool(result)
         return result
