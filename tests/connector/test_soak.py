@@ -38,11 +38,12 @@ def test_handoffs_with_a_store_and_hints(way: str, by_store: bool, tmp_path: Pat
     """A limit that evicts, prompts that begin alike, the other engine asked for each of them."""
 
     def make_store() -> KVStore:
-        tier = parse_tier(f"disk:{tmp_path}/kv?limit=40K&policy=frequency")
+        tier = parse_tier(f"disk:{tmp_path}/kv?limit=100K&policy=frequency")
         return KVStore([make_tier(tier, b"soak", 16 * 8)], MonotonicClock())
 
     rng = random.Random(f"{way} {by_store}")
     pair = Pair(way=way, make_store=make_store, by_store=by_store, with_hints=True)
+    pair.at_start = True
     num_whole = 0
     for _ in range(NUM_HANDOFFS // 8 // AT_ONCE):
         num_whole += random_handoffs(pair, rng, AT_ONCE)

@@ -58,6 +58,9 @@ class Pair:
             by_store=by_store,
         )
         self.with_hints = with_hints  # each prefill leg is told to ask the decode engine
+        self.at_start = False  # decode legs are opened when prefill starts, as the gateway does
+        self._unopened: dict[str, tuple[list[int], Sampling]] = {}
+        self.past: list[list[int]] = []  # prompts of earlier rounds, whose KV is saved by now
         self.num_loaded = 0
         self.num_pushed = 0
         self.num_parts = 0
@@ -71,10 +74,18 @@ class Pair:
         legs = [(self.prefill, Leg.PREFILL)]
         if self.grain is not Grain.REQUEST:
             legs.append((self.decode, Leg.DECODE))
+            if self.at_start:
+                self._unopened[name] = prompt, sampling
+                legs.pop()
         for host, leg in legs:
             push = self.push and leg is Leg.DECODE
             hints = [self.hint(prompt)] if self.with_hints and leg is Leg.PREFILL else []
             host.submit(name, prompt, sampling, leg, grain=self.grain, push=push, hints=hints)
+
+    def abort(self, name: str, host: EngineHost) -> None:
+        """On one side; no leg of it is opened any more."""
+        self._unopened.pop(name, None)
+        host.engine.abort(name)
 
     def hint(self, prompt: list[int]) -> wire.Hint:
         config, address = self.decode.config, self.decode.connector.address
@@ -98,6 +109,10 @@ class Pair:
                 self.num_parts += 1
                 self.num_pushed += notice.part.pushed
                 self.decode.engine.deliver(notice.request_id, notice.part)
+            elif isinstance(notice, wire.Started) and notice.request_id in self._unopened:
+                name = notice.request_id
+                prompt, sampling = self._unopened.pop(name)
+                self.decode.submit(name, prompt, sampling, Leg.DECODE, grain=self.grain)
             elif isinstance(notice, wire.Loaded):
                 self.num_loaded += notice.num_tokens
             elif isinstance(notice, wire.Offered):
@@ -154,9 +169,9 @@ def random_handoffs(pair: Pair, rng: random.Random, num: int) -> int:
     alive: list[str] = []
     for number in range(num):
         prompt = [rng.randrange(3) for _ in range(rng.randrange(1, 250))]
-        if pair.with_hints and answers and rng.random() < 0.7:
-            other, _ = answers[rng.choice(list(answers))]
-            prompt = [*other, *prompt][:250]
+        earlier = [*pair.past[-30:], *(prompt for prompt, _ in answers.values())][:60]
+        if pair.with_hints and earlier and rng.random() < 0.7:
+            prompt = [*rng.choice(earlier), *prompt][:250]
         name = f"r{number}"
         pair.submit(prompt, name)
         answers[name] = (prompt, expected_tokens(prompt, GREEDY, 12))
@@ -168,11 +183,12 @@ def random_handoffs(pair: Pair, rng: random.Random, num: int) -> int:
             sides = [pair.prefill, pair.decode]
             rng.shuffle(sides)
             for side in sides:
-                side.engine.abort(victim)
+                pair.abort(victim, side)
                 for _ in range(rng.randrange(3)):
                     pair.turn()
             alive.remove(victim)
     pair.settle()
+    pair.past += [prompt for prompt, _ in answers.values()]
     assert pair.decode.pool.num_quarantined == pair.prefill.pool.num_quarantined == 0
     for name in alive:
         assert [pair.offers[name].output_ids[0], *pair.decode.tokens[name]] == answers[name][1]
