@@ -35,6 +35,7 @@ STORY = (
     "Once upon a time there was a little fox who lived in a big forest with many other animals, "
     "and they were all very happy until one day the fox found a golden key under an old oak tree."
 )
+DEATH_TRIES = (1, 2)  # vLLM's front may outlive its engine for a moment, and be asked once more
 BLOCK = 128  # tokens of a KV block of vLLM on a CPU
 
 
@@ -262,7 +263,7 @@ def test_a_client_that_goes_away_in_leg_one(pair: Pair, split: Process) -> None:
     prompt = [700 + (53 * i) % 9000 for i in range(800)]
     before = handoffs(split)
     connection = post_only(split.port, {"prompt": prompt, "max_tokens": 600})
-    wait_for(lambda: metric(pair.a.port, "vllm:num_requests_running"), "leg 1")
+    in_leg_one(split)
     connection.close()
     until_idle(pair)
     assert handoffs(split) == before
@@ -276,12 +277,12 @@ def test_prefill_is_killed_in_leg_one(pair: Pair) -> None:
     gateway = pair.gateway("--adopt-prefill", pair.a.url, "--adopt-decode", pair.b.url)
     prompt = [900 + (71 * i) % 9000 for i in range(800)]  # seconds of prefill
     connection = post_only(gateway.port, {"prompt": prompt, "max_tokens": 4})
-    wait_for(lambda: metric(pair.a.port, "vllm:num_requests_running"), "leg 1")
+    in_leg_one(gateway)
     pair.a.kill()
     answer = json.loads(connection.getresponse().read())
     connection.close()
     assert texts(answer) == texts(ask(pair.b.port, "completion", prompt=prompt, max_tokens=4))
-    assert metric(gateway.port, "splitserve_retries_total") == 1
+    assert metric(gateway.port, "splitserve_retries_total") in DEATH_TRIES
     status, ready = get(gateway.port, "/ready")
     assert (status, json.loads(ready)["workers"]) == (200, {"decode-0": "decode"})
     gateway.kill()
@@ -289,23 +290,23 @@ def test_prefill_is_killed_in_leg_one(pair: Pair) -> None:
 
 def test_a_stream_goes_on_on_another_server(pair: Pair) -> None:
     """B is killed in the middle; A, started again, goes on from the tokens so far."""
-    fields: dict[str, Any] = {"prompt": STORY, "max_tokens": 24}
+    fields: dict[str, Any] = {"prompt": STORY, "max_tokens": 48}
     expected = texts(ask(pair.b.port, "completion", **fields))
     pair.restart_a()
+    pair.between_legs = pair.gateway(*pair.splitting())
     gateway = pair.gateway("--adopt-mixed", pair.b.url, "--adopt-decode", pair.a.url)
     options = {"stream": True, "stream_options": {"include_usage": True}}
     response = post(gateway.port, "completion", **fields, **options)
     assert response.headers["x-splitserve-guarantee"] == "restartable"
     raw = response.readline() + response.readline()
-    pair.between_legs = pair.gateway(*pair.splitting())
     pair.b.kill()
     raw += response.read()
     *events, done = [x.removeprefix(b"data: ") for x in raw.split(b"\n\n") if x]
     assert done == b"[DONE]"
     chunks = [json.loads(event) for event in events]
     assert texts(joined(chunks)) == expected
-    assert chunks[-1]["usage"]["completion_tokens"] == 24
-    assert metric(gateway.port, "splitserve_adopted_resumes_total") == 1
+    assert chunks[-1]["usage"]["completion_tokens"] == 48
+    assert metric(gateway.port, "splitserve_adopted_resumes_total") in DEATH_TRIES
     gateway.kill()
 
 
@@ -335,6 +336,13 @@ def test_a_stream_without_a_server_ends_in_an_error(pair: Pair) -> None:
     assert b'"code":"no_worker"' in rest
     assert b"[DONE]" not in rest
     gateway.kill()
+
+
+def in_leg_one(gateway: Process) -> None:
+    """vLLM tells what runs when a step has ended, and this prompt is one step of seconds: so the
+    gateway is asked, and the server given the time to begin."""
+    wait_for(lambda: metric(gateway.port, "splitserve_adopted_legs"), "leg 1")
+    time.sleep(0.5)
 
 
 def wait_for(condition: Callable[[], object], what: str, limit_s: float = 30.0) -> None:
