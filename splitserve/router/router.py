@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from splitserve.router.fleet import ROLES, Fleet, Floats, Ints
 from splitserve.router.policies import make_policy
@@ -76,22 +77,23 @@ class Router:
         return hits
 
     def eligible(self, leg: Leg, ask: Ask) -> Ints:
-        """Slots of the preferred role, or, if none lives, of the other one; of them those that were
-        heard lately and are not to be avoided, if any; of these those near, if any. By name."""
+        """Slots of the preferred role, or, if it has nobody, of the other one: of those that were
+        heard lately and are not to be avoided; if there are none, that were heard lately; else of
+        all. Of them those near, if any."""
         fleet = self.fleet
         takes = fleet.live & ~fleet.draining
+        heard = takes & (fleet.heard_s >= ask.now_s - SILENT_S)
         slots: Ints = np.zeros(0, np.int64)
-        for role in ROLES_FOR_LEG[leg]:
-            slots = np.flatnonzero(takes & (fleet.role == ROLES.index(role)))
-            if len(slots):
-                break
-        if not len(slots):
-            return slots
-        heard = slots[fleet.heard_s[slots] >= ask.now_s - SILENT_S]
-        slots = heard if len(heard) else slots
-        if ask.avoid or ask.near:
-            slots = self._narrowed(slots, ask.avoid, inside=False)
-            slots = self._narrowed(slots, ask.near, inside=True)
+        if ask.avoid:
+            others = heard.copy()
+            others[[x for x in map(fleet.slots.get, ask.avoid) if x is not None]] = False
+            slots = self._of_role(leg, others)
+        for mask in (heard, takes):
+            if not len(slots):
+                slots = self._of_role(leg, mask)
+        if ask.near:
+            is_near = np.array([name in ask.near for name in fleet.names(slots)], dtype=bool)
+            slots = slots[is_near] if is_near.any() else slots
         return slots
 
     def pick(self, leg: Leg, ask: Ask) -> Pick | None:
@@ -149,13 +151,13 @@ class Router:
         result: Ints = chosen[np.argsort(scores[chosen], kind="stable")]
         return result
 
-    def _narrowed(self, slots: Ints, names: frozenset[str], *, inside: bool) -> Ints:
-        """Those whose name is inside or outside of names; all, if that leaves nobody."""
-        if not names:
-            return slots
-        is_in = np.array([name in names for name in self.fleet.names(slots)])
-        kept = slots[is_in == inside]
-        return kept if len(kept) else slots
+    def _of_role(self, leg: Leg, takes: npt.NDArray[np.bool_]) -> Ints:
+        """Of those who take legs, the ones of the first role that has any."""
+        for role in ROLES_FOR_LEG[leg]:
+            slots: Ints = np.flatnonzero(takes & (self.fleet.role == ROLES.index(role)))
+            if len(slots):
+                break
+        return slots
 
     def _explain(self, slots: Ints, scores: Floats) -> str:
         shown = self._best(slots, scores, NUM_EXPLAINED)[:NUM_EXPLAINED]

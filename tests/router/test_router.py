@@ -104,6 +104,18 @@ def test_silent_avoided_and_draining_ones(policy: str) -> None:
     assert router.pick(Leg.DECODE, ask(router)) is None
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_who_failed_is_avoided_rather_than_a_role(policy: str) -> None:
+    """A retry that goes back to a dying worker spends the request's budget on it."""
+    router = Router(policy)
+    add(router, "m", M)
+    add(router, "d", D)
+    assert taken(router, Leg.WHOLE) == "m"
+    assert taken(router, Leg.WHOLE, avoid=frozenset("m")) == "d"
+    assert taken(router, Leg.WHOLE, avoid=frozenset("md")) == "m"
+    assert taken(router, Leg.WHOLE, avoid=frozenset(["m", "unknown"])) == "d"
+
+
 def test_rows_are_used_again_and_clean() -> None:
     router = Router("least_loaded")
     slot = add(router, "a", D, legs=5, pending=500)
